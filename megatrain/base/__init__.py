@@ -1,0 +1,1 @@
+"""Units, errors, dtypes and configuration: what every other room may use."""

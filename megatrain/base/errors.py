@@ -1,0 +1,15 @@
+"""The two errors of the library's own.
+
+Rule: every message names the thing that is wrong and what to do instead. Invariants of the code itself are
+`assert`s, not these.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Bad input or a setting that cannot work. Raised before any work starts."""
+
+
+class RefusedError(RuntimeError):
+    """A call that makes no sense on a streamed model (or would do harm silently), refused by name."""

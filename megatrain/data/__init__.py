@@ -1,0 +1,1 @@
+"""Datasets from text files, folders and JSONL."""

@@ -1,0 +1,1 @@
+"""Runs a model's own forward with layers streamed through the device."""

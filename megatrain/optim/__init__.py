@@ -1,0 +1,1 @@
+"""Update rules, written once, and where they run."""

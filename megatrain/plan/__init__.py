@@ -1,0 +1,1 @@
+"""Pure arithmetic: where everything lives and what it costs."""

@@ -1,0 +1,1 @@
+"""Writes models that plain transformers loads."""

@@ -1,0 +1,1 @@
+"""What the model is: its streamed layers and their flat layout."""

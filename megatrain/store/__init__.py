@@ -1,0 +1,1 @@
+"""Homes of layers in host memory."""
