@@ -1,0 +1,80 @@
+"""Fence: what one lane records and another waits for. Nothing else synchronises.
+
+A fence is recorded once. On a CUDA lane it carries the event of the enqueued work, so another stream waits for it
+without the host; on a host lane the work is over when the fence is recorded. A lane that fails records its exception:
+whoever waits gets it, so a dead worker ends the run with its own error.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+
+class Fence:
+    """One-shot. `record` or `fail` exactly once; wait as often as needed."""
+
+    __slots__ = ("_error", "_event", "_recorded")
+
+    def __init__(self) -> None:
+        self._recorded = threading.Event()
+        self._event: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def done(cls) -> Fence:
+        """A fence that was passed long ago."""
+        fence = cls()
+        fence._recorded.set()
+        return fence
+
+    @classmethod
+    def on_current_stream(cls, device: torch.device) -> Fence:
+        """A fence behind everything enqueued so far on the caller's stream of `device` (or on the host)."""
+        fence = cls()
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        fence.record(event)
+        return fence
+
+    def record(self, event: torch.cuda.Event | None = None) -> None:
+        assert not self._recorded.is_set(), "a fence is recorded once"
+        self._event = event
+        self._recorded.set()
+
+    def fail(self, error: BaseException) -> None:
+        assert not self._recorded.is_set(), "a fence is recorded once"
+        self._error = error
+        self._recorded.set()
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._recorded.is_set()
+
+    def is_passed(self) -> bool:
+        """True when the work behind the fence is over (never blocks). An error counts as over."""
+        return self._recorded.is_set() and (self._event is None or self._event.query())
+
+    def wait(self) -> None:
+        """Block the host until the work behind the fence is over; raise the lane's error if it failed."""
+        self._wait_recorded()
+        if self._event is not None:
+            self._event.synchronize()
+
+    def order(self, stream: torch.cuda.Stream | None) -> None:
+        """Let work enqueued on `stream` from now on run after the fence. Without a stream the host waits."""
+        self._wait_recorded()
+        if self._event is None:
+            return
+        if stream is None:
+            self._event.synchronize()
+        else:
+            stream.wait_event(self._event)
+
+    def _wait_recorded(self) -> None:
+        self._recorded.wait()
+        if self._error is not None:
+            raise self._error

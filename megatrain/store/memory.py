@@ -1,0 +1,134 @@
+"""Host memory at exact sizes: anonymous or file-backed mappings, optionally page-locked for the GPU.
+
+PyTorch's pinned allocator rounds to powers of two, which at this scale wastes up to half the host. A mapping of the
+exact size plus `cudaHostRegister` transfers at full speed and takes 0.05-0.1 s/GiB.
+Rule: a buffer is released only after every tensor that views it is gone (the mapping is kept alive by the tensors).
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatrain.base.errors import UserError
+from megatrain.base.units import format_bytes
+
+logger = logging.getLogger("megatrain")
+
+PAGE_BYTES = 4096
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class HostMemory:
+    """Hands out host buffers within a budget; what does not fit goes to files in `offload_dir`.
+
+    Args:
+        max_bytes: budget for anonymous memory. None: what is free when the first buffer is asked for.
+        offload_dir: folder for the rest. The files are unlinked as soon as they are mapped: nothing is left behind,
+            not even after a kill.
+        pin: page-lock anonymous buffers that are asked for with `pinned=True` (a CUDA device is used).
+    """
+
+    def __init__(self, *, max_bytes: int | None, offload_dir: str | os.PathLike[str] | None, pin: bool) -> None:
+        self.max_bytes = max_bytes
+        self.offload_dir = None if offload_dir is None else Path(offload_dir)
+        self.ram_bytes = 0
+        self.disk_bytes = 0
+        self.pinned_bytes = 0
+        self._pin = pin
+
+    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """A zeroed uint8 tensor of exactly `num_bytes` (page-aligned start).
+
+        Raises UserError when it fits neither in memory nor on disk.
+        """
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        mapped_bytes = round_up(num_bytes, PAGE_BYTES)
+        if self._fits_in_ram(mapped_bytes):
+            mapping = mmap.mmap(-1, mapped_bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            self.ram_bytes += mapped_bytes
+            tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+            if pinned and self._pin:
+                self._page_lock(tensor)
+            return tensor[:num_bytes]
+        mapping = self._map_file(mapped_bytes)
+        self.disk_bytes += mapped_bytes
+        return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+
+    def require(self, num_bytes: int, what: str) -> None:
+        """Refuse `what` before any work when `num_bytes` more fit nowhere. Raises UserError with the missing bytes."""
+        free_bytes = self._free_ram_bytes()
+        if num_bytes <= free_bytes:
+            return
+        missing_bytes = num_bytes - free_bytes
+        if self.offload_dir is None:
+            raise UserError(
+                f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(free_bytes)} are free: "
+                f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
+            )
+        free_disk_bytes = psutil.disk_usage(str(self._existing_parent())).free
+        if missing_bytes > free_disk_bytes:
+            raise UserError(
+                f"{what} needs {format_bytes(missing_bytes)} in offload_dir={str(self.offload_dir)!r}, which has "
+                f"{format_bytes(free_disk_bytes)} free"
+            )
+
+    def _free_ram_bytes(self) -> int:
+        if self.max_bytes is not None:
+            return max(0, self.max_bytes - self.ram_bytes)
+        return psutil.virtual_memory().available
+
+    def _fits_in_ram(self, num_bytes: int) -> bool:
+        # Without a folder there is no second choice: what was let through by `require` is taken from memory.
+        return self.offload_dir is None or num_bytes <= self._free_ram_bytes()
+
+    def _existing_parent(self) -> Path:
+        assert self.offload_dir is not None
+        path = self.offload_dir.absolute()
+        while not path.exists():
+            path = path.parent
+        return path
+
+    def _map_file(self, num_bytes: int) -> mmap.mmap:
+        assert self.offload_dir is not None
+        self.offload_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryFile(dir=self.offload_dir) as file:
+                # posix_fallocate and not truncate: a full disk must be an error here, not a SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                return mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise UserError(
+                f"offload_dir={str(self.offload_dir)!r}: cannot reserve {format_bytes(num_bytes)}: {error.strerror}"
+            ) from error
+
+    def _page_lock(self, tensor: torch.Tensor) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+        if int(code) != 0:
+            logger.warning(
+                "could not page-lock %s of host memory (CUDA error %s): transfers from it run at about 8 GB/s instead "
+                "of 50. Raise the limit of locked memory (ulimit -l) to mend it.",
+                format_bytes(tensor.numel()),
+                int(code),
+            )
+            return
+        self.pinned_bytes += tensor.numel()
+        # The finalizer hangs on the storage's owner, so views keep the registration alive.
+        weakref.finalize(tensor.untyped_storage(), _unlock, tensor.data_ptr())
+
+
+def _unlock(pointer: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)
