@@ -1,0 +1,291 @@
+"""What becomes of every field of transformers.TrainingArguments: honoured, refused by name, or irrelevant.
+
+Rule: every field of the installed transformers has one row here. A test iterates the fields of the installed
+version and fails on a field without a row, so a new version is never trusted silently.
+At run time a field without a row is refused as soon as it is set to something other than its default.
+docs/training_arguments.md is written from this table by `render_markdown`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING
+
+from megatrain.base.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+HONOURED = "honoured"
+REFUSED = "refused"
+IRRELEVANT = "irrelevant"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One field of TrainingArguments."""
+
+    status: str
+    """HONOURED, REFUSED (only the values in `allowed` pass) or IRRELEVANT (any value passes and changes nothing)."""
+    note: str
+    """What the field does here, or why it cannot be had."""
+    allowed: tuple[object, ...] | None = None
+    """Values that pass; None means every value. Enum members are compared by their value."""
+    remedy: str = ""
+    """What to do instead of a value that does not pass."""
+
+    def __post_init__(self) -> None:
+        assert self.status in (HONOURED, REFUSED, IRRELEVANT), self.status
+        assert (self.allowed is None) == (not self.remedy), "a restricted field needs a remedy, a free one has none"
+        assert self.status != REFUSED or self.allowed is not None
+
+
+def _yes(note: str = "as in transformers") -> Row:
+    return Row(status=HONOURED, note=note)
+
+
+def _only(allowed: tuple[object, ...], note: str, remedy: str) -> Row:
+    return Row(status=HONOURED, note=note, allowed=allowed, remedy=remedy)
+
+
+def _no(note: str, remedy: str, allowed: tuple[object, ...] = (None, False)) -> Row:
+    return Row(status=REFUSED, note=note, allowed=allowed, remedy=remedy)
+
+
+def _moot(note: str) -> Row:
+    return Row(status=IRRELEVANT, note=note)
+
+
+_ONE_PROCESS = "one process, one device: nothing to distribute"
+_SCRIPT_FLAG = "a flag for scripts; transformers.Trainer does not read it either"
+_RECOMPUTE = "every streamed layer is recomputed in the backward already, so both values mean the same"
+_SHARDING = "weights are sharded over time, not over devices"
+_PRECISION = "bf16=True, or megatrain.init(precision='fp32' or 'bf16')"
+
+TABLE: dict[str, Row] = {
+    # Output, duration, batch size
+    "output_dir": _yes(),
+    "per_device_train_batch_size": _yes("size of one micro-batch"),
+    "num_train_epochs": _yes(),
+    "max_steps": _yes(),
+    # Learning rate and optimizer
+    "learning_rate": _yes(),
+    "lr_scheduler_type": _yes("through transformers' own schedulers"),
+    "lr_scheduler_kwargs": _yes(),
+    "warmup_steps": _yes(),
+    "optim": _only(
+        ("adamw_torch", "adamw_torch_fused"),
+        "both names mean megatrain.optim.AdamW, which updates the weights in their homes",
+        "use optim='adamw_torch', or pass optimizers=(a megatrain optimizer, None) to the Trainer",
+    ),
+    "optim_args": _no("AdamW takes none", "use adam_beta1, adam_beta2, adam_epsilon and weight_decay", (None, "")),
+    "weight_decay": _yes("not on biases and norms: the same groups as in transformers"),
+    "adam_beta1": _yes(),
+    "adam_beta2": _yes(),
+    "adam_epsilon": _yes(),
+    "optim_target_modules": _no("only GaLore and APOLLO read it, and those are not available", "leave it unset"),
+    # Regularisation and stability
+    "gradient_accumulation_steps": _yes(
+        "all micro-batches of a step pass through a layer in one visit, forward and backward (layer-major)"
+    ),
+    "average_tokens_across_devices": _moot(_ONE_PROCESS),
+    "max_grad_norm": _yes("exact global norm over all layers; 0 means no clipping, the norm is logged all the same"),
+    "label_smoothing_factor": _yes(),
+    # Precision
+    "bf16": _yes("bf16 compute with an exact fp32 master; decides the precision of the stream, no autocast is used"),
+    "fp16": _no("float16 needs loss scaling, and the stream computes in fp32 or bf16", _PRECISION),
+    "bf16_full_eval": _no("evaluation runs on the streamed weights in the precision of the training", _PRECISION),
+    "fp16_full_eval": _no("evaluation runs on the streamed weights in the precision of the training", _PRECISION),
+    "tf32": _no("fp32 here means fp32: TF32 stays off", "use bf16=True for speed, or leave tf32 unset"),
+    # Activation checkpointing; the second pair of names is the older one
+    "activation_checkpointing": _moot(_RECOMPUTE),
+    "activation_checkpointing_kwargs": _moot(_RECOMPUTE),
+    "gradient_checkpointing": _moot(_RECOMPUTE),
+    "gradient_checkpointing_kwargs": _moot(_RECOMPUTE),
+    # Compilation and kernels
+    "torch_compile": _no("compiling the whole model would freeze weights that move", "leave it off"),
+    "torch_compile_backend": _no("setting it turns torch_compile on", "leave it unset"),
+    "torch_compile_mode": _no("setting it turns torch_compile on", "leave it unset"),
+    "use_liger_kernel": _no(
+        "it patches module instances, and a streamed layer runs its class's forward",
+        "leave it off, and call Liger's own function for the model class before the model is built",
+    ),
+    "liger_kernel_config": _no("only use_liger_kernel reads it", "leave it unset"),
+    # Additional
+    "use_cache": _no(
+        "a key-value cache grows again when a layer is recomputed",
+        "leave it off; model.generate() uses a cache all the same",
+    ),
+    "neftune_noise_alpha": _yes(),
+    "torch_empty_cache_steps": _yes("once in such a step, before its micro-batches"),
+    "auto_find_batch_size": _no(
+        "a step that ran out of memory cannot be tried again half-way",
+        "set per_device_train_batch_size, and megatrain.init(max_vram_gb=...) for the rest",
+    ),
+    # Logging
+    "logging_strategy": _yes(),
+    "logging_steps": _yes(),
+    "logging_first_step": _yes(),
+    "log_on_each_node": _moot(_ONE_PROCESS),
+    "logging_nan_inf_filter": _yes("the losses of a step are fetched in one transfer, so it costs no wait"),
+    "include_num_input_tokens_seen": _yes(),
+    "log_level": _yes(),
+    "log_level_replica": _moot(_ONE_PROCESS),
+    "disable_tqdm": _yes(),
+    "report_to": _yes("integrations also get grad_norm/LAYER and update_ratio/LAYER at every logging step"),
+    "run_name": _yes(),
+    "project": _yes(),
+    "trackio_space_id": _yes(),
+    "trackio_bucket_id": _yes(),
+    "trackio_static_space_id": _yes(),
+    # Evaluation
+    "eval_strategy": _yes("between steps; an evaluation waits for the updates that are still running"),
+    "eval_steps": _yes(),
+    "eval_delay": _yes(),
+    "per_device_eval_batch_size": _yes(),
+    "prediction_loss_only": _yes("logits are kept only for compute_metrics and predict()"),
+    "eval_on_start": _yes(),
+    "eval_do_concat_batches": _yes(),
+    "eval_use_gather_object": _moot(_ONE_PROCESS),
+    "eval_accumulation_steps": _yes(),
+    "include_for_metrics": _yes(),
+    "batch_eval_metrics": _yes(),
+    # Saving and resuming
+    "save_only_model": _yes("weights without optimizer state; such a checkpoint cannot be resumed, and says so"),
+    "save_strategy": _yes("complete weights that plain transformers loads; a folder appears only when it is complete"),
+    "save_steps": _yes(),
+    "save_on_each_node": _moot(_ONE_PROCESS),
+    "save_total_limit": _yes(),
+    "enable_jit_checkpoint": _yes(),
+    "load_best_model_at_end": _yes("the best weights are read back into their homes"),
+    "metric_for_best_model": _yes(),
+    "greater_is_better": _yes(),
+    "ignore_data_skip": _yes(),
+    "restore_callback_states_from_checkpoint": _yes(),
+    # Hub
+    "push_to_hub": _yes(),
+    "hub_token": _yes(),
+    "hub_private_repo": _yes(),
+    "hub_model_id": _yes(),
+    "hub_strategy": _yes(),
+    "hub_always_push": _yes(),
+    "hub_revision": _yes(),
+    # Reproducibility and hardware
+    "full_determinism": _yes("slow: it makes every kernel launch wait"),
+    "seed": _yes(),
+    "data_seed": _yes(),
+    "use_cpu": _yes("needs a stream on the CPU: megatrain.init(device='cpu')"),
+    # Accelerate, data loading
+    "accelerator_config": _yes("its data options; batches stay on the host until their micro-batch runs"),
+    "parallelism_config": _no(_SHARDING, "leave it unset"),
+    "dataloader_drop_last": _yes(),
+    "dataloader_num_workers": _yes(),
+    "dataloader_pin_memory": _yes(),
+    "dataloader_persistent_workers": _yes(),
+    "dataloader_prefetch_factor": _yes(),
+    "dataloader_multiprocessing_context": _yes(),
+    "dataloader_in_order": _yes(),
+    "remove_unused_columns": _yes(),
+    "label_names": _yes(),
+    "train_sampling_strategy": _yes(),
+    "length_column_name": _yes(),
+    # Distributed training
+    "ddp_find_unused_parameters": _moot(_ONE_PROCESS),
+    "ddp_bucket_cap_mb": _moot(_ONE_PROCESS),
+    "ddp_broadcast_buffers": _moot(_ONE_PROCESS),
+    "ddp_static_graph": _moot(_ONE_PROCESS),
+    "ddp_backend": _moot(_ONE_PROCESS),
+    "ddp_timeout": _moot(_ONE_PROCESS),
+    "local_rank": _moot(_ONE_PROCESS),
+    "fsdp": _no(_SHARDING, "leave it unset", (None, False, "", [])),
+    "fsdp_config": _moot("only fsdp reads it"),
+    "deepspeed": _no("the weights are already offloaded, by the stream", "leave it unset", (None, "")),
+    # Debugging
+    "debug": _no("its hooks read weights that are absent while their layer does not run", "leave it empty", ([], "")),
+    "skip_memory_metrics": _yes(),
+    # Flags of scripts
+    "do_train": _moot(_SCRIPT_FLAG),
+    "do_eval": _moot(_SCRIPT_FLAG),
+    "do_predict": _moot(_SCRIPT_FLAG),
+    "resume_from_checkpoint": _moot(_SCRIPT_FLAG + "; pass it to Trainer.train()"),
+}
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse, before any work, what cannot be honoured.
+
+    Raises UserError that names every refused field, its value, the reason and the remedy.
+    """
+    complaints = [_complaint(name, args) for name, row in TABLE.items() if not _passes(row, name, args)]
+    complaints += [
+        f"{name}={getattr(args, name)!r} is refused: this version of megatrain does not know the field. "
+        "Leave it at its default, or update megatrain."
+        for name in changed_unknown_fields(args)
+    ]
+    if args.world_size > 1:
+        complaints.append(
+            f"{args.world_size} processes are refused: {_ONE_PROCESS}. Start the script with plain `python`."
+        )
+    if complaints:
+        raise UserError("TrainingArguments that cannot be honoured:\n  " + "\n  ".join(complaints))
+
+
+def changed_unknown_fields(args: TrainingArguments) -> list[str]:
+    """Names of fields of transformers' own TrainingArguments that have no row and differ from their default.
+
+    Fields which a subclass adds belong to the subclass and are not looked at.
+    """
+    from transformers import TrainingArguments
+
+    unknown = [field for field in dataclasses.fields(TrainingArguments) if field.name not in TABLE]
+    return [field.name for field in unknown if not _is_default(field, getattr(args, field.name))]
+
+
+def _is_default(field: dataclasses.Field[object], value: object) -> bool:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    # None often becomes an empty list or False when TrainingArguments tidies itself up.
+    return _plain(value) == _plain(default) or (default is None and not value)
+
+
+def _passes(row: Row, name: str, args: TrainingArguments) -> bool:
+    """Whether the value is allowed; a field that the installed version lacks passes."""
+    if row.allowed is None or not hasattr(args, name):
+        return True
+    return _plain(getattr(args, name)) in row.allowed
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _complaint(name: str, args: TrainingArguments) -> str:
+    row = TABLE[name]
+    return f"{name}={_plain(getattr(args, name))!r} is refused: {row.note}. Instead: {row.remedy}."
+
+
+_PREFACE = """# TrainingArguments
+
+Written from the table in `megatrain/arguments.py` by `megatrain.arguments.render_markdown()`; do not edit by hand.
+
+`megatrain.Trainer` takes the same `transformers.TrainingArguments` as `transformers.Trainer`.
+Each field is **honoured**, **refused** by name before any work starts unless it has one of the accepted values,
+or **irrelevant**: any value passes and changes nothing.
+Fields that the installed version of transformers does not have are skipped.
+A field that is missing here is refused as soon as it differs from its default.
+
+| field | status | accepted values | what it does here, or why not |
+|---|---|---|---|
+"""
+
+
+def render_markdown() -> str:
+    """The text of docs/training_arguments.md."""
+    lines = []
+    for name, row in TABLE.items():
+        accepted = "any" if row.allowed is None else ", ".join(f"`{value!r}`" for value in row.allowed)
+        note = f"{row.note}. Instead: {row.remedy}" if row.remedy else row.note
+        lines.append(f"| `{name}` | {row.status} | {accepted} | {note} |")
+    return _PREFACE + "\n".join(lines) + "\n"
