@@ -1,0 +1,183 @@
+/* The AdamW update on the CPU: optim/formula.py and store/masters.py in one pass over memory.
+
+   Rule: the same bits as those two files. Each operation is rounded once, so this file is compiled with -ffp-contract=off
+   and never with -ffast-math or anything that it implies. (-fno-math-errno only lets sqrtf be one instruction, which
+   rounds correctly.)
+
+   One body, `adamw_span`, is inlined with constant formats into a function for each instruction set, where the compiler
+   makes a vector loop of it. It is bound by memory: 26 bytes a parameter for a split master with bf16 gradients and fp32
+   moments, 28 for fp32 throughout. Every line is read once and written once, in place; software prefetch made it slower.
+
+   What it gives up: NaNs stay NaNs, with any sign and payload (a split master has one NaN only). */
+
+#include <float.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+_Static_assert(FLT_EVAL_METHOD == 0, "fp32 arithmetic must round each operation to fp32");
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+/* The arrays of a call do not overlap, which the loop below may rely on. */
+#if defined(__clang__)
+#define NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define NO_OVERLAP _Pragma("GCC ivdep")
+#endif
+
+enum {
+    block = 1024, /* parameters between two sums of a measure: 8 KiB of scratch, which stays in the first cache */
+    lanes = 16    /* partial sums of a measure */
+};
+
+/* Fields and order of optim/formula.py:AdamWScalars. */
+struct adamw_scalars {
+    float clip, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, bias2_sqrt, step_size;
+};
+
+/* What one call updates: n parameters. weights: float, or with `low` the upper halves (bf16) of a split master, whose
+   lower halves are `low`. grad: float, or bf16 when the call says so. */
+struct adamw_range {
+    void *weights;
+    int16_t *low;
+    const void *grad;
+    float *m;
+    float *v;
+    int64_t n;
+};
+
+ALWAYS_INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+ALWAYS_INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+ALWAYS_INLINE float widen(uint16_t bf16) {
+    return float_of((uint32_t)bf16 << 16);
+}
+
+ALWAYS_INLINE float join(uint16_t hi, int16_t lo) {
+    return float_of(((uint32_t)hi << 16) + (uint32_t)(int32_t)lo);
+}
+
+/* The bits to split: every NaN becomes the one whose halves are 0x7FC0 and 0. */
+ALWAYS_INLINE uint32_t bits_to_split(float x) {
+    return x == x ? bits_of(x) : 0x7FC00000u;
+}
+
+/* The formula on parameters [from, from + n). With `old` (n floats, and `change` too) it also writes the weights before
+   the step and how much each changed. */
+ALWAYS_INLINE void adamw_span(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
+                              int64_t n, const struct adamw_scalars s, float *restrict old, float *restrict change) {
+    float *restrict w32 = (float *)r.weights + from;
+    uint16_t *restrict hi = (uint16_t *)r.weights + from;
+    int16_t *restrict lo = split ? r.low + from : NULL;
+    const float *restrict g32 = (const float *)r.grad + from;
+    const uint16_t *restrict g16 = (const uint16_t *)r.grad + from;
+    float *restrict m = r.m + from;
+    float *restrict v = r.v + from;
+    NO_OVERLAP
+    for (int64_t i = 0; i < n; i++) {
+        const float w = split ? join(hi[i], lo[i]) : w32[i];
+        const float g = (grad_is_bf16 ? widen(g16[i]) : g32[i]) * s.clip;
+        const float next_m = m[i] * s.beta1 + g * s.one_minus_beta1;
+        const float next_v = v[i] * s.beta2 + (g * g) * s.one_minus_beta2;
+        const float denominator = sqrtf(next_v) / s.bias2_sqrt + s.eps;
+        const float next = w * s.decay - (next_m / denominator) * s.step_size;
+        m[i] = next_m;
+        v[i] = next_v;
+        if (split) {
+            const uint32_t bits = bits_to_split(next);
+            hi[i] = (uint16_t)((bits + 0x8000u) >> 16);
+            lo[i] = (int16_t)bits;
+        } else {
+            w32[i] = next;
+        }
+        if (old) {
+            old[i] = w;
+            change[i] = next - w;
+        }
+    }
+}
+
+/* Adds x[i]^2 to sums[i % lanes]: the order does not depend on the width of the vectors. n is a multiple of lanes. */
+ALWAYS_INLINE void add_squares(double *restrict sums, const float *restrict x, int64_t n) {
+    for (int64_t i = 0; i < n; i += lanes)
+        for (int lane = 0; lane < lanes; lane++)
+            sums[lane] += (double)x[i + lane] * (double)x[i + lane];
+}
+
+/* As adamw_span for the whole range; measure[0] = sum of squared changes, measure[1] = sum of squared old weights. */
+ALWAYS_INLINE void adamw_measured(const int split, const int grad_is_bf16, const struct adamw_range r,
+                                  const struct adamw_scalars s, double *measure) {
+    float old[block], change[block];
+    double old_sums[lanes] = {0}, change_sums[lanes] = {0};
+    for (int64_t from = 0; from < r.n; from += block) {
+        const int64_t n = r.n - from < block ? r.n - from : block;
+        adamw_span(split, grad_is_bf16, r, from, n, s, old, change);
+        int64_t padded = n;
+        for (; padded % lanes; padded++)
+            old[padded] = change[padded] = 0.0f;
+        add_squares(change_sums, change, padded);
+        add_squares(old_sums, old, padded);
+    }
+    measure[0] = measure[1] = 0.0;
+    for (int lane = 0; lane < lanes; lane++) {
+        measure[0] += change_sums[lane];
+        measure[1] += old_sums[lane];
+    }
+}
+
+ALWAYS_INLINE void adamw_format(const int split, const int grad_is_bf16, const struct adamw_range r,
+                                const struct adamw_scalars s, double *measure) {
+    if (measure)
+        adamw_measured(split, grad_is_bf16, r, s, measure);
+    else
+        adamw_span(split, grad_is_bf16, r, 0, r.n, s, NULL, NULL);
+}
+
+ALWAYS_INLINE void adamw_any(const struct adamw_range r, int grad_is_bf16, const struct adamw_scalars s,
+                             double *measure) {
+    if (r.low && grad_is_bf16)
+        adamw_format(1, 1, r, s, measure);
+    else if (r.low)
+        adamw_format(1, 0, r, s, measure);
+    else if (grad_is_bf16)
+        adamw_format(0, 1, r, s, measure);
+    else
+        adamw_format(0, 0, r, s, measure);
+}
+
+/* For each instruction set: adamw_NAME updates a range, and supports_NAME says whether this processor can run it.
+   measure: NULL, or two doubles to write. */
+#define VARIANT(name, target, supported)                                                                               \
+    EXPORT target void adamw_##name(const struct adamw_range *range, int grad_is_bf16,                                 \
+                                    const struct adamw_scalars *scalars, double *measure) {                            \
+        adamw_any(*range, grad_is_bf16, *scalars, measure);                                                            \
+    }                                                                                                                  \
+    EXPORT int supports_##name(void) {                                                                                 \
+        return supported;                                                                                              \
+    }
+
+VARIANT(baseline, , 1)
+
+#if defined(__x86_64__)
+#define HAS(feature) (__builtin_cpu_supports(feature) != 0)
+VARIANT(avx2, __attribute__((target("avx2"))), HAS("avx2"))
+VARIANT(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))),
+        HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl"))
+#endif
+
+/* The hash of this file as it was compiled, so that a library left over from an older source is not used. */
+EXPORT const char *source_hash(void) {
+    return SOURCE_HASH;
+}

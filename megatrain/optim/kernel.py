@@ -1,0 +1,186 @@
+"""The C kernel of the update: found or compiled, loaded with ctypes, one variant for each instruction set.
+
+Where the library comes from: the wheel ships it beside `kernel.c`; where it is missing or older than the source, it is
+compiled once into a folder of the user's (about a second, and it says so); where that fails, `load_kernel` returns None
+and the caller uses the formula in PyTorch, with the same results.
+
+Rule: ctypes only. A call holds no GIL, so threads run side by side, and nothing depends on PyTorch's own ABI.
+
+What it gives up: the kernel checks nothing, and a wrong length writes somewhere else. So `update.py` checks first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+import threading
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.optim import compiler
+from megatrain.optim.formula import AdamWScalars
+
+log = logging.getLogger(__name__)
+
+VARIANTS = ("baseline", "avx2", "avx512")
+_VARIANT_OF_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}
+_SCALARS = tuple(field.name for field in fields(AdamWScalars))  # the order of `struct adamw_scalars`
+_load_lock = threading.Lock()
+
+
+class _Range(ctypes.Structure):
+    """`struct adamw_range` of kernel.c."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One variant of the update kernel."""
+
+    variant: str
+    """"baseline", "avx2" or "avx512"."""
+    path: Path
+    """The shared library that it came from."""
+    _adamw: ctypes._CFuncPtr
+
+    def adamw(
+        self,
+        weights: Tensor,
+        low: Tensor | None,
+        grad: Tensor,
+        m: Tensor,
+        v: Tensor,
+        scalars: AdamWScalars,
+        measure: bool = False,
+    ) -> tuple[float, float] | None:
+        """One AdamW step in place, on the calling thread.
+
+        All tensors are (n,), contiguous, on the CPU and do not overlap. weights: fp32 with low None, or bf16 with
+        low int16 (a split master). grad: fp32 or bf16; left as it is. m, v: fp32.
+        Returns, with `measure`, (sum of squared weight changes, sum of squared weights before the step).
+        """
+        span = _Range(
+            weights.data_ptr(),
+            None if low is None else low.data_ptr(),
+            grad.data_ptr(),
+            m.data_ptr(),
+            v.data_ptr(),
+            grad.numel(),
+        )
+        sums = (ctypes.c_double * 2)() if measure else None
+        packed = (ctypes.c_float * len(_SCALARS))(*(getattr(scalars, name) for name in _SCALARS))
+        self._adamw(ctypes.byref(span), grad.dtype == torch.bfloat16, packed, sums)
+        return None if sums is None else (sums[0], sums[1])
+
+
+def load_kernel(variant: str | None = None) -> Kernel | None:
+    """The update kernel for this processor, or None where there is no library and none can be compiled.
+
+    variant: one of VARIANTS, or None for the best that PyTorch itself would use here. Raises ValueError for an unknown
+    one and for one that this processor does not run.
+    """
+    if variant is not None and variant not in VARIANTS:
+        raise ValueError(f"CPU kernel: unknown variant {variant!r}; use one of {', '.join(VARIANTS)}")
+    with _load_lock:
+        found = _library()
+    if found is None:
+        return None
+    library, path = found
+    if variant is None:
+        variant = _VARIANT_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), "baseline")
+    if not _supports(library, variant):
+        raise ValueError(f'CPU kernel: this processor does not run {variant!r}; use "baseline" or leave it out')
+    function = getattr(library, f"adamw_{variant}")
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    return Kernel(variant, path, function)
+
+
+def supported_variants() -> tuple[str, ...]:
+    """The variants that this processor runs; empty where there is no kernel at all."""
+    with _load_lock:
+        found = _library()
+    return () if found is None else tuple(v for v in VARIANTS if _supports(found[0], v))
+
+
+def _supports(library: ctypes.CDLL, variant: str) -> bool:
+    """Whether the library has the variant (on ARM only "baseline") and this processor runs it."""
+    return hasattr(library, f"supports_{variant}") and bool(getattr(library, f"supports_{variant}")())
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, Path] | None:
+    """The shared library and where it lies: shipped, from the user's cache, or compiled now. Once a process."""
+    name = f"kernel-{_cache_key()}.so"
+    cache = _cache_folder()
+    candidates = [compiler.SOURCE.with_name(compiler.LIBRARY_NAME), *([cache / name] if cache else [])]
+    for path in candidates:
+        library = _open(path)
+        if library is not None:
+            return library, path
+    try:
+        if cache is not None:
+            return _compile(cache / name)
+        # A library stays usable after its file is gone, so nothing is left behind.
+        with tempfile.TemporaryDirectory(prefix="megatrain-") as folder:
+            return _compile(Path(folder) / name)
+    except (compiler.CompileError, OSError) as error:
+        log.warning(
+            "The CPU update kernel is not available (%s). Updates run in PyTorch, about ten times slower, with the "
+            "same results; to have the kernel, install gcc or clang.",
+            error,
+        )
+        return None
+
+
+def _compile(path: Path) -> tuple[ctypes.CDLL, Path]:
+    """Compile into `path` and load it, having said so: the first use waits for it."""
+    if compiler.find_compilers():
+        log.warning("Compiling the CPU update kernel, once, about a second: %s", path)
+    compiler.compile_kernel(path)
+    return ctypes.CDLL(str(path)), path
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """The library at `path`, or None when it is missing, does not load here, or was compiled from another source."""
+    if not path.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        library.source_hash.restype = ctypes.c_char_p
+        return library if library.source_hash() == compiler.source_hash().encode() else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _cache_folder() -> Path | None:
+    """The folder of this user's compiled kernels, where the XDG convention puts it; None when it cannot be written."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(base) if base else Path.home() / ".cache") / "megatrain"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _cache_key() -> str:
+    """Changes with the source, the flags and the kind of machine."""
+    parts = (compiler.source_hash(), *compiler.FLAGS, platform.system(), platform.machine(), *platform.libc_ver())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
