@@ -1,1 +1,4 @@
-"""Datasets from text files, folders and JSONL."""
+"""Datasets for causal language models: read files, tokenise, mask, pack, collate.
+
+Data flows files -> records -> chat/tokenise -> tokens -> packing -> rows -> collate; `build` joins them.
+"""
