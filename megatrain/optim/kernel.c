@@ -21,11 +21,14 @@ _Static_assert(FLT_EVAL_METHOD == 0, "fp32 arithmetic must round each operation 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-/* The arrays of a call do not overlap, which the loop below may rely on. */
+/* NO_OVERLAP: the arrays of a call do not overlap, which the loop below may rely on.
+   AVX512: the instruction set, and the wish for vectors of full width (some tunings prefer half). */
 #if defined(__clang__)
 #define NO_OVERLAP _Pragma("clang loop vectorize(assume_safety)")
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512)))
 #else
 #define NO_OVERLAP _Pragma("GCC ivdep")
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #endif
 
 enum {
@@ -173,8 +176,7 @@ VARIANT(baseline, , 1)
 #if defined(__x86_64__)
 #define HAS(feature) (__builtin_cpu_supports(feature) != 0)
 VARIANT(avx2, __attribute__((target("avx2"))), HAS("avx2"))
-VARIANT(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))),
-        HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl"))
+VARIANT(avx512, AVX512, HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl"))
 #endif
 
 /* The hash of this file as it was compiled, so that a library left over from an older source is not used. */
