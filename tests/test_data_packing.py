@@ -195,3 +195,14 @@ def test_counts_of_a_batch(packed: bool, store: TokenStore) -> None:
         num_padding=batch["input_ids"].numel() - sum(lengths),
         num_attended=sum(length * (length + 1) // 2 for length in lengths),
     )
+
+
+def test_a_failure_of_the_model_is_not_taken_for_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", COMMON)
+    monkeypatch.setattr(model.model.layers[1], "forward", _fail)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        fit_collator(PLAIN, model)
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise RuntimeError("the device is gone")
