@@ -23,7 +23,7 @@ from megatrain.typecheck import accepts, describe, field_types
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a section"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "section"}
 DTYPES = ("float32", "bfloat16", "auto")
 
 
@@ -109,9 +109,12 @@ class Recipe:
 
     def training_arguments(self) -> TrainingArguments:
         """The TrainingArguments of this recipe. Raises UserError for values that transformers refuses."""
+        import torch
         from transformers import TrainingArguments
 
-        given = {"report_to": "none", "disable_tqdm": True, **self.training}
+        # The command shows progress itself; pinning batches without an accelerator only draws a warning.
+        quiet = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": torch.cuda.is_available()}
+        given = {**quiet, **self.training}
         try:
             return TrainingArguments(output_dir=str(self.output_dir), **given)
         except (ValueError, ImportError) as error:

@@ -1,0 +1,70 @@
+"""How the commands print: one console, aligned facts, tables.
+
+Rule: what is no terminal (a file, a pipe, a log) gets the same words as plain lines, never cut at 80 columns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_WIDTH = 120
+NAME_WIDTH = 11
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """A console on `file` (standard output if None)."""
+    from rich.console import Console
+
+    file = file or sys.stdout
+    return Console(file=file, width=None if file.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def print_fact(console: Console, name: str, text: str) -> None:
+    """`model       HuggingFaceTB/...`: a name in its column and a text that wraps beside it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not console.is_terminal:
+        beside = text.replace("\n", "\n" + " " * (NAME_WIDTH + 1))
+        console.print(Text(f"{name:<{NAME_WIDTH}} {beside}"), soft_wrap=True)
+        return
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=NAME_WIDTH, style="bold")
+    grid.add_column(overflow="fold")
+    grid.add_row(name, Text(text))
+    console.print(grid)
+
+
+def print_block(console: Console, text: str, indent: int = 4) -> None:
+    """Text of several lines, indented, with an empty line after it."""
+    from rich.text import Text
+
+    for line in text.splitlines():
+        console.print(Text(" " * indent + line if line.strip() else "", style="cyan"), soft_wrap=True)
+    console.print()
+
+
+def print_warning(console: Console, text: str) -> None:
+    from rich.text import Text
+
+    console.print(Text(f"warning: {text}", style="yellow"))
+
+
+def print_table(console: Console, title: str, rows: Mapping[str, str] | Sequence[Sequence[str]]) -> None:
+    """Names to the left, figures to the right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = list(rows.items()) if isinstance(rows, Mapping) else [tuple(row) for row in rows]
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=False)
+    for index in range(len(lines[0])):
+        table.add_column(justify="right" if index == len(lines[0]) - 1 else "left", overflow="fold")
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    console.print(table)

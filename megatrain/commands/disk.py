@@ -1,0 +1,62 @@
+"""Disk space that a run needs, counted before it starts: a full disk after hours of training helps nobody.
+
+Rule: an estimate may be a little high, never low. Config and tokenizer are counted with a flat allowance.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.base.errors import UserError
+from megatrain.base.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+
+    from megatrain.commands.length import RunLength
+
+SMALL_FILES_BYTES = 32 * MIB
+MOMENT_BYTES = 8
+"""Two fp32 moments a parameter, in a checkpoint that training can go on from."""
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the model's weights as they are saved."""
+    return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+
+
+def disk_rows(model: nn.Module, arguments: TrainingArguments, length: RunLength) -> dict[str, int]:
+    """Bytes by name of what the run has on the disk at its fullest. Shapes only: the model may be streamed."""
+    rows = {"trained model": weight_bytes(model) + SMALL_FILES_BYTES}
+    num_checkpoints = length.num_checkpoints(arguments)
+    if num_checkpoints:
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        moments_bytes = 0 if arguments.save_only_model else MOMENT_BYTES * num_trained
+        name = f"{num_checkpoints} checkpoints" if num_checkpoints > 1 else "1 checkpoint"
+        rows[name] = num_checkpoints * (rows["trained model"] + moments_bytes)
+    return rows
+
+
+def check_disk(folder: Path, rows: dict[str, int]) -> int:
+    """Free bytes where `folder` will be.
+
+    Raises UserError when they are fewer than the rows add up to.
+    """
+    free_bytes = shutil.disk_usage(existing_parent(folder)).free
+    needed_bytes = sum(rows.values())
+    if needed_bytes > free_bytes:
+        parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in rows.items())
+        raise UserError(
+            f"output.dir: {folder} needs {format_bytes(needed_bytes)} ({parts}), but {format_bytes(free_bytes)} are "
+            "free; free some, choose a folder on another disk, or keep fewer checkpoints (training.save_total_limit)"
+        )
+    return free_bytes
+
+
+def existing_parent(folder: Path) -> Path:
+    """`folder`, or the nearest folder above it that exists."""
+    folder = folder.absolute()
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -1,0 +1,60 @@
+"""How long a run is, as transformers counts it: steps, epochs, evaluations, checkpoints.
+
+Pure: from arguments and counts of rows and tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """How long the run is."""
+
+    num_steps: int
+    num_epochs: float
+    tokens_per_step: float
+
+    @classmethod
+    def of(cls, arguments: TrainingArguments, num_rows: int, num_tokens: int) -> RunLength:
+        """From the arguments and what there is to train on."""
+        batches_per_epoch = _divide(num_rows, arguments.per_device_train_batch_size, arguments.dataloader_drop_last)
+        steps_per_epoch = max(1, math.ceil(batches_per_epoch / arguments.gradient_accumulation_steps))
+        has_steps = arguments.max_steps > 0
+        num_steps = arguments.max_steps if has_steps else math.ceil(steps_per_epoch * arguments.num_train_epochs)
+        rows_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        return cls(
+            num_steps=num_steps,
+            num_epochs=num_steps / steps_per_epoch,
+            tokens_per_step=num_tokens / num_rows * min(rows_per_step, num_rows),
+        )
+
+    def num_evals(self, arguments: TrainingArguments) -> int:
+        """Evaluations during the training."""
+        return self._num_times(arguments.eval_strategy, arguments.eval_steps)
+
+    def num_checkpoints(self, arguments: TrainingArguments) -> int:
+        """Most checkpoints on the disk at one time. The oldest goes only when the newest is complete."""
+        wanted = self._num_times(arguments.save_strategy, arguments.save_steps)
+        limit = arguments.save_total_limit
+        return min(wanted, limit + 1) if limit else wanted
+
+    def _num_times(self, strategy: object, every: float | None) -> int:
+        """How often something happens: every so many steps (below 1: a share of all), each epoch, or never."""
+        kind = str(getattr(strategy, "value", strategy))
+        if kind == "epoch":
+            return math.ceil(self.num_epochs)
+        if kind != "steps":
+            return 2 if kind == "best" else 0  # the best one so far, and the one that is better
+        assert every is not None, "transformers fills it in"
+        return math.ceil(self.num_steps / (every if every >= 1 else max(1, math.ceil(every * self.num_steps))))
+
+
+def _divide(num_rows: int, batch_size: int, drop_last: bool) -> int:
+    return num_rows // batch_size if drop_last else math.ceil(num_rows / batch_size)

@@ -1,0 +1,171 @@
+"""What a run shows while it trains: a bar on a terminal, a line for each log elsewhere.
+
+Figures: tokens are those trained on, without padding; model TFLOPS are 6 x parameters x tokens / time, as published;
+the stall share is the part of the time for which the compute lane waited for weights, gradients or updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from megatrain.base.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+WINDOW_STEPS = 10
+"""The bar shows the mean speed of so many steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Work done in a stretch of time."""
+
+    num_steps: int
+    num_tokens: int
+    seconds: float
+    stall_seconds: float
+    num_parameters: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def model_tflops(self) -> float:
+        return 6 * self.num_parameters * self.tokens_per_second / 1e12
+
+    @property
+    def stall_share(self) -> float:
+        return self.stall_seconds / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_second:,.0f} tokens/s  {self.model_tflops:.3g} TFLOPS  stall {self.stall_share:.0%}"
+        )
+
+
+class SpeedMeter:
+    """Reads the counters after each step.
+
+    Args:
+        num_tokens: tokens trained on so far.
+        stall_seconds: seconds for which the compute lane has waited so far.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        num_parameters: int,
+        num_tokens: Callable[[], int],
+        stall_seconds: Callable[[], float],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._num_parameters = num_parameters
+        self._read = lambda: (clock(), num_tokens(), stall_seconds())
+        self._start = self._read()
+        self._recent = deque([self._start], maxlen=WINDOW_STEPS + 1)
+        self._num_steps = 0
+
+    def start(self) -> None:
+        """Counts from now on."""
+        self._start = self._read()
+        self._recent.clear()
+        self._recent.append(self._start)
+        self._num_steps = 0
+
+    def step(self) -> None:
+        """A step is done."""
+        self._recent.append(self._read())
+        self._num_steps += 1
+
+    def recent(self) -> Speed:
+        """Of the last steps."""
+        return self._between(self._recent[0], len(self._recent) - 1)
+
+    def total(self) -> Speed:
+        """Since `start`, up to the last step."""
+        return self._between(self._start, self._num_steps)
+
+    def _between(self, first: tuple[float, int, float], num_steps: int) -> Speed:
+        last = self._recent[-1]
+        return Speed(
+            num_steps=num_steps,
+            seconds=last[0] - first[0],
+            num_tokens=last[1] - first[1],
+            stall_seconds=last[2] - first[2],
+            num_parameters=self._num_parameters,
+        )
+
+
+class ProgressDisplay(TrainerCallback):
+    """Shows the run of a transformers.Trainer. Use it as a context around `train`, so that the bar always ends."""
+
+    def __init__(self, console: Console, meter: SpeedMeter) -> None:
+        self._console, self._meter = console, meter
+        self._progress: Progress | None = None
+        self._loss = ""
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meter.start()
+        if self._console.is_terminal:
+            self._progress = _bar(self._console)
+            done, total = state.global_step, state.max_steps
+            self._task = self._progress.add_task("training", completed=done, total=total, figures="")
+            self._progress.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meter.step()
+        self._refresh(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "eval_loss" in logs and state.global_step:
+            self._console.print(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
+        if "loss" not in logs:
+            return
+        self._loss = f"loss {float(logs['loss']):.4f}  "
+        if self._progress is not None:
+            self._refresh(state)
+            return
+        remaining_seconds = self._seconds_a_step() * (state.max_steps - state.global_step)
+        self._console.print(
+            f"step {state.global_step}/{state.max_steps}  {self._loss}{self._meter.recent()}  "
+            f"{format_seconds(remaining_seconds)} left"
+        )
+
+    def _refresh(self, state: Any) -> None:
+        if self._progress is not None:
+            figures = f"{self._loss}{self._meter.recent()}"
+            self._progress.update(self._task, completed=state.global_step, figures=figures)
+
+    def _seconds_a_step(self) -> float:
+        recent = self._meter.recent()
+        return recent.seconds / max(recent.num_steps, 1)
+
+
+def _bar(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        expand=True,
+    )

@@ -1,0 +1,170 @@
+"""From a recipe to a run: model, data and trainer, checked and ready. Both the run and its rehearsal start here.
+
+Rule: what can be refused without the weights is refused before they are read or fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+
+from megatrain import api
+from megatrain.arguments import check_arguments
+from megatrain.base.errors import UserError
+from megatrain.commands.console import print_block, print_fact
+from megatrain.data.build import Datasets, build_datasets
+from megatrain.data.collate import count_batch
+from megatrain.data.files import as_sources, check_sources
+from megatrain.models import ResolvedModel, resolve_model
+from megatrain.recipe import Recipe, SampleConfig
+from megatrain.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+
+class CountingTrainer(Trainer):
+    """Counts the tokens trained on, without padding."""
+
+    num_tokens = 0
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.num_tokens += sum(count_batch(batch).num_tokens for batch in batches)
+        return batches, num_items
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds for which the compute lane has waited, for any cause."""
+        return sum(self.engine.stats()["stall_seconds"].values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingredients:
+    """What a trainer is made of. The model is not streamed yet."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    datasets: Datasets
+    num_parameters: int
+
+    def trainer(self, arguments: TrainingArguments) -> CountingTrainer:
+        """A trainer that prints nothing of its own. Streams the model if it is not streamed yet."""
+        trainer = CountingTrainer(
+            model=self.model,
+            args=arguments,
+            train_dataset=self.datasets.train,
+            eval_dataset=self.datasets.eval,
+            data_collator=self.datasets.collator,
+            processing_class=self.tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+
+def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> None:
+    """Everything that can be refused without the model. Raises UserError."""
+    check_arguments(arguments)
+    for path in (recipe.data.path, recipe.data.eval_path):
+        if path is not None:
+            check_sources(as_sources(path))
+    if arguments.eval_strategy != "no" and not (recipe.data.eval_path or recipe.data.eval_fraction):
+        raise UserError(
+            f"training.eval_strategy is {arguments.eval_strategy.value!r} but nothing is held out; set "
+            "data.eval_fraction or data.eval_path"
+        )
+    folder = recipe.output_dir
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output.dir: {folder} is a file; give a folder")
+    if (folder / "config.json").exists() and not recipe.output.overwrite and not arguments.resume_from_checkpoint:
+        raise UserError(
+            f"output.dir: {folder} holds the model of an earlier run; choose another, or set output.overwrite=true"
+        )
+
+
+def prepare(recipe: Recipe, console: Console) -> Ingredients:
+    """Gets the model, reads the data and loads the weights. Raises UserError for what the user can mend."""
+    resolved = resolve_model(
+        recipe.model.name,
+        revision=recipe.model.revision,
+        cache_dir=recipe.model.cache_dir,
+        say=lambda line: print_fact(console, "", f"{line} ..."),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(resolved.path, local_files_only=True)
+    logging.getLogger("megatrain.data").setLevel(logging.ERROR)  # its warnings stand in the report below
+    datasets = build_datasets(recipe.data, tokenizer)
+    model = _load_weights(recipe, resolved)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    print_fact(console, "model", f"{recipe.model.name}, {num_parameters / 1e6:,.1f}M parameters, {dtype}")
+    print_fact(console, "", f"from {resolved.origin}")
+    print_fact(console, "data", str(datasets.report))
+    config = recipe.engine
+    api.init(**{name: getattr(config, name) for name in config.__dataclass_fields__})
+    datasets = datasets.fit_to(model)
+    return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, num_parameters=num_parameters)
+
+
+def _load_weights(recipe: Recipe, resolved: ResolvedModel) -> nn.Module:
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(resolved.path, dtype=recipe.model.dtype, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.name: {resolved.path} cannot be loaded as a causal language model: {error}") from error
+
+
+@contextlib.contextmanager
+def closing_engine(trainer: CountingTrainer) -> Iterator[None]:
+    """Ends the engine's lanes whatever happens, so that a failed or interrupted run does not hang."""
+    try:
+        yield
+    finally:
+        trainer.engine.close()
+
+
+def generate_sample(ingredients: Ingredients, prompt: str, sample: SampleConfig, max_new_tokens: int) -> str:
+    """The model's answer to a prompt, the likeliest token at each place."""
+    model, tokenizer = ingredients.model, ingredients.tokenizer
+    if sample.chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        batch = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        batch = tokenizer(prompt, return_tensors="pt")
+    batch = batch.to(model.device)
+    with _eval_mode(model):
+        tokens = model.generate(
+            **batch,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def print_samples(ingredients: Ingredients, sample: SampleConfig, console: Console, when: str) -> None:
+    """Prompt and answer, one after another."""
+    from rich.text import Text
+
+    for prompt in sample.prompts:
+        console.print(Text(f"sample {when}: {prompt}", style="bold"))
+        print_block(console, generate_sample(ingredients, prompt, sample, sample.max_new_tokens) or "(nothing)")
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,107 @@
+"""`megatrain train`: a recipe from the first line to the saved model.
+
+    check -> get model and data -> held-out loss, samples -> train -> held-out loss, samples -> save -> summary
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.base.units import format_bytes, format_seconds
+from megatrain.commands.console import make_console, print_fact, print_table, print_warning
+from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
+from megatrain.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import TrainingArguments
+
+    from megatrain.commands.progress import Speed
+    from megatrain.commands.run import CountingTrainer
+
+
+def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> None:
+    """Runs a recipe, or rehearses it.
+
+    Raises UserError, before any work, for a recipe that cannot run.
+    """
+    recipe = load_recipe(recipe_file, overrides)
+    from megatrain.commands.run import check_before_work  # torch and transformers: only once the recipe is right
+
+    arguments = recipe.training_arguments()
+    check_before_work(recipe, arguments)
+    console = make_console()
+    console.rule(f"[bold]megatrain train[/] {recipe_file}" + (" --dry-run" if dry_run else ""), align="left")
+    if dry_run:
+        from megatrain.commands.dry_run import rehearse
+
+        rehearse(recipe, arguments, console)
+    else:
+        _run(recipe, arguments, console)
+
+
+def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
+    from megatrain.commands.disk import check_disk, disk_rows
+    from megatrain.commands.length import RunLength
+    from megatrain.commands.progress import ProgressDisplay, SpeedMeter
+    from megatrain.commands.run import closing_engine, prepare, print_samples
+
+    ingredients = prepare(recipe, console)
+    report = ingredients.datasets.report.train
+    length = RunLength.of(arguments, report.num_rows, report.num_tokens)
+    check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
+    trainer = ingredients.trainer(arguments)
+    meter = SpeedMeter(ingredients.num_parameters, lambda: trainer.num_tokens, lambda: trainer.stall_seconds)
+    with closing_engine(trainer), ProgressDisplay(console, meter) as display:
+        loss_before = _held_out_loss(trainer, console, "before")
+        print_samples(ingredients, recipe.sample, console, "before")
+        trainer.add_callback(display)
+        trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+        trainer.remove_callback(display)
+        loss_after = _held_out_loss(trainer, console, "after")
+        print_samples(ingredients, recipe.sample, console, "after")
+        trainer.save_model()
+        _print_summary(console, recipe, meter.total(), loss_before, loss_after)
+
+
+def _held_out_loss(trainer: CountingTrainer, console: Console, when: str) -> float | None:
+    """None when nothing is held out."""
+    if trainer.eval_dataset is None:
+        return None
+    start = time.perf_counter()
+    loss = trainer.evaluate()["eval_loss"]
+    seconds = format_seconds(time.perf_counter() - start)
+    print_fact(console, "held out", f"loss {loss:.4f} {when} training ({seconds})")
+    return loss
+
+
+def _print_summary(
+    console: Console, recipe: Recipe, speed: Speed, loss_before: float | None, loss_after: float | None
+) -> None:
+    rows = {
+        "steps": f"{speed.num_steps:,}",
+        "tokens trained on": f"{speed.num_tokens:,}",
+        "training time": format_seconds(speed.seconds),
+        "tokens/s": f"{speed.tokens_per_second:,.0f}",
+        "model TFLOPS": f"{speed.model_tflops:.3g}",
+        "stall share": f"{speed.stall_share:.1%}",
+        "peak host memory": format_bytes(peak_host_bytes()),
+    }
+    if device_bytes := peak_device_bytes():
+        rows["peak device memory"] = format_bytes(device_bytes)
+    if loss_before is not None and loss_after is not None:
+        rows["held-out loss"] = f"{loss_before:.4f} -> {loss_after:.4f}"
+    print_table(console, "summary", rows)
+    if loss_before is None:
+        print_warning(console, "nothing was held out, so nobody knows whether this helped; set data.eval_fraction=0.05")
+    elif not loss_after < loss_before:
+        print_warning(
+            console,
+            f"the held-out loss did not fall ({loss_before:.4f} -> {loss_after:.4f}); try a smaller "
+            "training.learning_rate, more data, or fewer epochs",
+        )
+    print_fact(console, "saved", f"{recipe.output_dir} (weights, config, tokenizer)")
+    print_fact(console, "load it", f"AutoModelForCausalLM.from_pretrained({str(recipe.output_dir)!r})")
