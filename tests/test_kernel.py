@@ -199,7 +199,7 @@ def test_a_compiler_that_fails_is_reported_and_not_fatal(
 def test_a_library_of_another_source_is_not_used(fresh_search: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     current = kernel.load_kernel("baseline")
     assert current is not None
-    monkeypatch.setattr(compiler, "source_hash", lambda: "0123456789abcdef")
+    monkeypatch.setattr(compiler, "build_hash", lambda: "0123456789abcdef")
     assert kernel._open(current.path) is None
 
 
@@ -232,6 +232,13 @@ def test_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert [process.exitcode for process in processes] == [0, 0]
     assert kernel._open(target) is not None
     assert [p.name for p in tmp_path.iterdir()] == ["kernel.so"]
+
+
+def test_a_library_may_be_read_by_whoever_may_read_the_users_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    compiler.compile_kernel(tmp_path / "kernel.so")
+    readable = [(tmp_path / name).stat().st_mode & 0o444 for name in ("plain", "kernel.so")]
+    assert readable[0] == readable[1]
 
 
 def test_variants_are_checked_by_name_and_by_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How the CPU kernel becomes a shared library: the compiler, its flags, and the hash of the source.
+"""How the CPU kernel becomes a shared library: the compiler, its flags, and a hash of what it was built from.
 
 Used by `kernel.py` on first use and by `setup.py` when a wheel is built, so that both compile the same way. For the
 latter's sake it imports nothing but the standard library, and nothing of this package.
@@ -30,9 +30,9 @@ class CompileError(RuntimeError):
     """No compiler was found, or none of those found made the library."""
 
 
-def source_hash() -> str:
-    """The first 16 hex digits of the SHA-256 of `kernel.c`; the library carries it too."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+def build_hash() -> str:
+    """16 hex digits that change with `kernel.c` and with the flags; a library says which it was built from."""
+    return hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
 
 
 def find_compilers() -> list[str]:
@@ -50,23 +50,20 @@ def compile_kernel(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     messages = []
     for compiler in find_compilers():
-        handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-        os.close(handle)
-        part = Path(name)
-        try:
+        # Written beside the target, then renamed. In a folder, so that it gets the permissions that any new file gets.
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            part = Path(folder) / target.name
             message = _run(compiler, part)
             if message is None:
                 os.replace(part, target)
                 return
-        finally:
-            part.unlink(missing_ok=True)
         messages.append(f"{compiler}: {message}")
     raise CompileError("; ".join(messages) or f"no C compiler found (looked for {', '.join(_COMPILERS)})")
 
 
 def _run(compiler: str, target: Path) -> str | None:
     """Run one compiler. Returns None when it made `target`, else what went wrong in one line."""
-    define = f'-DSOURCE_HASH="{source_hash()}"'
+    define = f'-DBUILD_HASH="{build_hash()}"'
     command = [compiler, *FLAGS, define, "-o", str(target), str(SOURCE), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)

@@ -179,7 +179,7 @@ VARIANT(avx2, __attribute__((target("avx2"))), HAS("avx2"))
 VARIANT(avx512, AVX512, HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl"))
 #endif
 
-/* The hash of this file as it was compiled, so that a library left over from an older source is not used. */
-EXPORT const char *source_hash(void) {
-    return SOURCE_HASH;
+/* What this library was built from (optim/compiler.py), so that one left over from an older source is not used. */
+EXPORT const char *build_hash(void) {
+    return BUILD_HASH;
 }

@@ -163,8 +163,8 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(path))
-        library.source_hash.restype = ctypes.c_char_p
-        return library if library.source_hash() == compiler.source_hash().encode() else None
+        library.build_hash.restype = ctypes.c_char_p
+        return library if library.build_hash() == compiler.build_hash().encode() else None
     except (OSError, AttributeError):
         return None
 
@@ -181,6 +181,6 @@ def _cache_folder() -> Path | None:
 
 
 def _cache_key() -> str:
-    """Changes with the source, the flags and the kind of machine."""
-    parts = (compiler.source_hash(), *compiler.FLAGS, platform.system(), platform.machine(), *platform.libc_ver())
+    """Changes with the source and the flags, and with the kind of machine."""
+    parts = (compiler.build_hash(), platform.system(), platform.machine(), *platform.libc_ver())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
