@@ -49,6 +49,12 @@ def padded(numel: int) -> int:
     return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
+def wire_bytes(fields: list[Field]) -> int:
+    """Length of the wire section that holds `fields`."""
+    last = max(fields, key=lambda field: field.wire_offset_bytes)
+    return last.wire_offset_bytes + last.wire_bytes
+
+
 def view_field(wire: torch.Tensor, field: Field) -> torch.Tensor:
     """The field as a tensor of its shape and dtype, viewing `wire` (flat uint8: a slot or a home)."""
     start = field.wire_offset_bytes

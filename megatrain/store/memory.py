@@ -62,7 +62,7 @@ class HostMemory:
             self.ram_bytes += mapped_bytes
             tensor = torch.frombuffer(mapping, dtype=torch.uint8)
             if pinned and self._pin:
-                self._page_lock(tensor)
+                self._page_lock(tensor, mapping)
             return tensor[:num_bytes]
         mapping = self._map_file(mapped_bytes)
         self.disk_bytes += mapped_bytes
@@ -115,7 +115,7 @@ class HostMemory:
                 f"offload_dir={str(self.offload_dir)!r}: cannot reserve {format_bytes(num_bytes)}: {error.strerror}"
             ) from error
 
-    def _page_lock(self, tensor: torch.Tensor) -> None:
+    def _page_lock(self, tensor: torch.Tensor, mapping: mmap.mmap) -> None:
         code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
         if int(code) != 0:
             logger.warning(
@@ -126,8 +126,8 @@ class HostMemory:
             )
             return
         self.pinned_bytes += tensor.numel()
-        # The finalizer hangs on the storage's owner, so views keep the registration alive.
-        weakref.finalize(tensor.untyped_storage(), _unlock, tensor.data_ptr())
+        # Every view of the tensor keeps the mapping alive; the pages are unlocked just before they are unmapped.
+        weakref.finalize(mapping, _unlock, tensor.data_ptr()).atexit = False
 
 
 def _unlock(pointer: int) -> None:

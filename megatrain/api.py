@@ -1,0 +1,249 @@
+"""The public functions: init, stream, accumulate, and what reads a streamed model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
+from megatrain.execute.engine import Engine, engine_of
+from megatrain.execute.model import (
+    Initialize,
+    install,
+    make_layers,
+    move_home,
+    named_home_parameters,
+    replace_parameters,
+)
+from megatrain.plan.rows import check_device_memory, host_bytes
+from megatrain.spec.discover import check_weights, find_layers
+from megatrain.spec.homes import plan_homes
+from megatrain.store.home import Home
+from megatrain.store.memory import HostMemory
+
+logger = logging.getLogger("megatrain")
+
+_config = Config()
+
+
+def init(
+    offload_dir: str | os.PathLike[str] | None = None,
+    max_vram_gb: float | None = None,
+    max_ram_gb: float | None = None,
+    optimizer_compression: bool | str = False,
+    precision: str | None = None,
+    device: str | None = None,
+) -> None:
+    """Settings for the models streamed from now on. Optional: what is not said is probed.
+
+    Args:
+        offload_dir: folder for homes that do not fit in memory; its files vanish with the process.
+        max_vram_gb: device memory to use at most, in GB (1e9 bytes).
+        max_ram_gb: host memory for homes at most, in GB (1e9 bytes).
+        optimizer_compression: format of the moments. Compressed ones do not exist yet; the run says so.
+        precision: "fp32" (fp32 throughout, TF32 off), "bf16" (bf16 compute, exact fp32 master), or None: bf16 when
+            TrainingArguments.bf16 is set or the model was loaded in bf16, else fp32.
+        device: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one.
+
+    Raises UserError for a setting that cannot work.
+    """
+    global _config
+    _config = Config(
+        offload_dir=offload_dir,
+        max_vram_gb=max_vram_gb,
+        max_ram_gb=max_ram_gb,
+        optimizer_compression=optimizer_compression,
+        precision=precision,
+        device=device,
+    )
+
+
+def stream(
+    model: nn.Module,
+    initialize: Initialize | None = None,
+    *,
+    bf16: bool | None = None,
+    options: StreamOptions | None = None,
+) -> nn.Module:
+    """Take the model's weights home and stream its layers through the device from now on. In place; returns it.
+
+    Args:
+        model: any module with repeated blocks, on the CPU (or on the meta device, with `initialize`).
+        initialize: (name, shape, dtype) -> values, for weights on the meta device: they go straight home.
+        bf16: what TrainingArguments.bf16 says, if there are any.
+        options: how the stream runs; no result depends on it.
+
+    Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory.
+    """
+    if engine_of(model) is not None:
+        return model
+    config, options = _config, options or StreamOptions()
+    check_weights(model, may_be_meta=initialize is not None)
+    found = find_layers(model)
+    device = _device(config)
+    precision = _precision(model, config, bf16)
+    plans = plan_homes(model, found, precision)
+    options = check_device_memory(plans, config, options)
+    memory = HostMemory(max_bytes=config.max_ram_bytes, offload_dir=config.offload_dir, pin=device.type == "cuda")
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    memory.require(host_bytes(plans, trainable, precision), f"training {type(model).__name__}")
+    if device.type == "cuda":
+        _prepare_cuda(device, precision, config)
+
+    grad_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    homes = [Home(plan.name, plan.fields, memory, grad_dtype) for plan in plans]
+    layers = make_layers(found, plans, homes)
+    for plan, home in zip(plans, homes, strict=True):
+        move_home(model, plan, home, initialize)
+    engine = Engine(
+        homes=homes,
+        resident=next((home for plan, home in zip(plans, homes, strict=True) if not plan.layers), None),
+        layers=layers,
+        device=device,
+        precision=precision,
+        config=config,
+        options=options,
+    )
+    replace_parameters(model, engine, plans, homes)
+    install(model, engine)
+    return model
+
+
+def accumulate(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    loss_fn: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Forward and backward of all micro-batches of a step, layer-major: each layer crosses the link twice a step.
+
+    Args:
+        batches: keyword arguments of the model's forward, one mapping a micro-batch.
+        loss_fn: (outputs, batch) -> scalar. The step's loss is the sum of what it returns: divide it yourself. None
+            takes the model's own loss, normalised by the target tokens of the whole step where the model knows how
+            (transformers' causal LMs with `labels`), else the mean over micro-batches.
+
+    Returns the micro-batches' losses (detached), which sum to the step's loss. Gradients are added to what is there.
+    """
+    engine = _engine(model)
+    batches = list(batches)
+    num_items = _num_target_tokens(model, batches) if loss_fn is None else None
+
+    def run(batch: Mapping[str, Any]) -> torch.Tensor:
+        if loss_fn is not None:
+            return loss_fn(model(**batch), batch)
+        if num_items is not None:
+            return _own_loss(model(**batch, num_items_in_batch=num_items))
+        return _own_loss(model(**batch)) / len(batches)
+
+    return engine.accumulate([lambda batch=batch: run(batch) for batch in batches])
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Exact global L2 norm of all gradients; the factor min(1, max_norm / (norm + 1e-6)) is applied in the next step.
+
+    Returns the norm before clipping (fp32 scalar on the CPU), as torch.nn.utils.clip_grad_norm_ does.
+    """
+    return _engine(model).clip(max_norm)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(original name, copy of the exact master on the CPU), one by one. Waits for the updates it needs."""
+    _engine(model)
+    for name, parameter in named_home_parameters(model):
+        yield name, parameter.master()
+
+
+def named_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(original name, gradient on the CPU), one by one, for parameters that have one. Views the gradient at home."""
+    _engine(model)
+    for name, parameter in named_home_parameters(model):
+        gradient = parameter.grad
+        if gradient is not None:
+            yield name, gradient
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All exact masters (copies) and persistent buffers by original name, tied names included. For small models."""
+    _engine(model)
+    state = model.state_dict(keep_vars=True)
+    return {
+        name: value.master() if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
+        for name, value in state.items()
+    }
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """Visits a home, transfers, bytes, prediction hits and misses, and stalls since the model was streamed."""
+    return _engine(model).stats()
+
+
+def _engine(model: nn.Module) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise UserError(f"this {type(model).__name__} is not streamed: call mt.stream(model) first")
+    return engine
+
+
+def _device(config: Config) -> torch.device:
+    if config.device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise UserError(f"device={config.device!r} is not known: use 'cuda', 'cuda:0' or 'cpu'") from error
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"device={config.device!r} is not supported: use 'cuda' or 'cpu'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device={config.device!r}: PyTorch sees no CUDA device; use device='cpu' or None")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device={config.device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _precision(model: nn.Module, config: Config, bf16: bool | None) -> str:
+    if config.precision is not None:
+        return config.precision
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if torch.float16 in dtypes:
+        raise UserError("the model was loaded in float16: load it in float32 or bfloat16, or say mt.init(precision=...)")
+    return "bf16" if bf16 or torch.bfloat16 in dtypes else "fp32"
+
+
+def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:
+    torch.cuda.set_device(device)
+    if config.max_vram_bytes is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, config.max_vram_bytes / total_bytes), device)
+    if precision == "fp32":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def _own_loss(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor):
+        loss = outputs
+    elif isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", None) if not isinstance(outputs, tuple) else outputs[0]
+    if loss is None:
+        raise UserError("the model returned no loss: give the batches `labels`, or mt.accumulate a loss_fn")
+    return loss
+
+
+def _num_target_tokens(model: nn.Module, batches: list[Mapping[str, Any]]) -> torch.Tensor | None:
+    """Target tokens of the whole step, where the model's own loss can be normalised by them."""
+    takes_it = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    if not (takes_it and hasattr(model, "loss_function") and all("labels" in batch for batch in batches)):
+        return None
+    # The causal LM loss predicts the next token: a row's first label is never a target.
+    is_shifted = not getattr(model.config, "is_encoder_decoder", False)
+    labels = [batch["labels"][..., 1:] if is_shifted else batch["labels"] for batch in batches]
+    return sum(label.ne(-100).sum() for label in labels)

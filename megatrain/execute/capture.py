@@ -1,0 +1,75 @@
+"""What a layer returns and takes besides its arguments: outputs recorded by hooks inside it, and key-value caches.
+
+transformers records router logits and attentions through hooks on modules inside a layer, into a list that belongs to
+the running forward. Such tensors must leave the layer as differentiable outputs, and must not be recorded again by the
+recomputation. A key-value cache is changed by the layer; the recomputation gets a copy of what it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+Recorded = dict[str, list[Any]]
+
+
+def recording_keys() -> tuple[str, ...]:
+    """Keys under which the running forward records outputs from inside layers.
+
+    Hidden states are not among them: they are recorded on the layer's own call, outside of its streamed forward.
+    """
+    collector = _collector()
+    recorded = None if collector is None else collector.get()
+    if not recorded:
+        return ()
+    return tuple(key for key, value in recorded.items() if isinstance(value, list) and key != "hidden_states")
+
+
+@contextlib.contextmanager
+def recording(keys: tuple[str, ...]) -> Iterator[Recorded]:
+    """Within the block, hooks record into the yielded lists (one a key) and nowhere else."""
+    recorded: Recorded = {key: [] for key in keys}
+    collector = _collector()
+    if collector is None:
+        yield recorded
+        return
+    token = collector.set(recorded)
+    try:
+        yield recorded
+    finally:
+        collector.reset(token)
+
+
+def publish(recorded: Recorded) -> None:
+    """Hand what was recorded (by now differentiable) to the running forward."""
+    if not recorded:
+        return
+    collector = _collector()
+    assert collector is not None
+    for key, values in recorded.items():
+        collector.get()[key].extend(values)
+
+
+def fork_cache(leaf: Any) -> Any:
+    """A copy of a key-value cache that shares its tensors; anything else is returned as it is."""
+    module = sys.modules.get("transformers.cache_utils")
+    if module is None or not isinstance(leaf, module.Cache):
+        return leaf
+    fork = copy.copy(leaf)
+    if hasattr(leaf, "layers"):
+        fork.layers = [copy.copy(layer) for layer in leaf.layers]
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(leaf, name):
+            setattr(fork, name, fork_cache(getattr(leaf, name)))
+    if hasattr(leaf, "is_updated"):
+        fork.is_updated = dict(leaf.is_updated)
+    return fork
+
+
+def _collector() -> Any:
+    # Looked up in what is loaded already: a model that records anything has imported it.
+    module = sys.modules.get("transformers.utils.output_capturing")
+    return None if module is None else module._active_collector

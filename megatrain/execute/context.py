@@ -1,0 +1,99 @@
+"""What a layer's forward depends on besides its arguments and weights, so that a recomputation sees the same.
+
+RNG, autocast, the training flags of its modules and its buffers. Captured before the forward, restored around the
+recomputation, and the present state is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class RngState:
+    """State of the CPU generator and, on a GPU, of the device's."""
+
+    cpu: torch.Tensor
+    device: torch.Tensor | None
+
+    @classmethod
+    def get(cls, device: torch.device) -> RngState:
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), on_device)
+
+    def set(self, device: torch.device) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """(device type, enabled, dtype) for the CPU and the device."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+
+    @classmethod
+    def get(cls, device: torch.device) -> AutocastState:
+        kinds = dict.fromkeys(("cpu", device.type))
+        return cls(tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds))
+
+    def set(self) -> None:
+        for kind, enabled, dtype in self.states:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+class CallContext:
+    """Captured at the forward of `modules` (a layer and all it contains).
+
+    Call `forward_done` after the forward: it drops the copies of buffers that the forward left alone.
+    """
+
+    def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._modules = modules
+        self._rng = RngState.get(device)
+        self._autocast = AutocastState.get(device)
+        self._training = [module.training for module in modules]
+        self._buffers = [
+            (buffer, buffer._version, buffer.clone())
+            for module in modules
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
+
+    def forward_done(self) -> None:
+        self._buffers = [entry for entry in self._buffers if entry[0]._version != entry[1]]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The state of the forward, for the length of the block."""
+        rng, autocast = RngState.get(self._device), AutocastState.get(self._device)
+        training = [module.training for module in self._modules]
+        buffers = [(buffer, buffer.clone()) for buffer, _, _ in self._buffers]
+        try:
+            self._rng.set(self._device)
+            self._autocast.set()
+            _set_training(self._modules, training, self._training)
+            for buffer, _, value in self._buffers:
+                buffer.copy_(value)
+            yield
+        finally:
+            rng.set(self._device)
+            autocast.set()
+            torch.clear_autocast_cache()
+            _set_training(self._modules, self._training, training)
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _set_training(modules: list[nn.Module], now: list[bool], wanted: list[bool]) -> None:
+    if now != wanted:
+        for module, flag in zip(modules, wanted, strict=True):
+            module.training = flag

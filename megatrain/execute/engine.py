@@ -1,0 +1,240 @@
+"""The engine of one streamed model: every layer call and every backward goes through here.
+
+    layer.forward -> Engine.call -> LayerFunction -> visit (weights in a slot) -> the module's own forward
+    loss.backward -> LayerFunction.backward -> Engine.backward_call -> visit -> recompute, vjp -> passes -> drain
+
+Rule: outside of `visit` no weights of a streamed layer are on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
+from megatrain.execute.call import Call, LayerFunction
+from megatrain.execute.capture import publish, recording_keys
+from megatrain.execute.fetch import Fetcher
+from megatrain.execute.layer import StreamedLayer
+from megatrain.execute.passes import Passes
+from megatrain.execute.runs import current_run, run_accumulated
+from megatrain.spec.layout import Field
+from megatrain.store.home import Home
+from megatrain.transport.serial import SerialStream
+from megatrain.transport.stream import LaneStream
+
+_engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a streamed model, or None."""
+    return _engines.get(model)
+
+
+class Engine:
+    """
+    Args:
+        homes: all homes; `resident` is the one of them whose weights stay on the device (None if there is none).
+        layers: the streamed layers in order of definition.
+        precision: "fp32" or "bf16".
+    """
+
+    def __init__(
+        self,
+        *,
+        homes: list[Home],
+        resident: Home | None,
+        layers: list[StreamedLayer],
+        device: torch.device,
+        precision: str,
+        config: Config,
+        options: StreamOptions,
+    ) -> None:
+        self.homes, self.layers, self.device = homes, layers, device
+        self.precision, self.config, self.options = precision, config, options
+        streamed = [home for home in homes if home is not resident]
+        block_bytes = max(layer.home.wire.numel() for layer in layers if layer.kind == "block")
+        self.transport: LaneStream | SerialStream = (
+            SerialStream(device) if options.serial else LaneStream(streamed, block_bytes, device, options)
+        )
+        self.passes = Passes(device, self.transport.drain)
+        self.fetcher = Fetcher(self, resident)
+        self.is_collecting = False
+        self.measure_updates = False
+        self.clip_factor = 1.0
+        self.last_layers = {layers[-1].name, *(layer.name for layer in layers if layer.kind == "head")}
+        self.num_steps = 0
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._update_report: dict[str, float] = {}
+
+    def register(self, model: nn.Module) -> None:
+        _engines[model] = self
+
+    # The three hops: a layer's call, its visit, its backward.
+
+    def call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of a streamed layer."""
+        run = current_run()
+        if run is not None:
+            run.arrive(layer)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._check_inputs(layer, tensors)
+        is_differentiable = layer.trainable_fields() or any(tensor.requires_grad for tensor in tensors)
+        if not (torch.is_grad_enabled() and is_differentiable):
+            with self.visit(layer) as weights, layer.bound(layer.views(weights, requires_grad=False)):
+                return layer.run(args, kwargs)
+        keep_graph = run is not None and run.keeps_graph
+        call = Call(self, layer, args, kwargs, recorded_keys=recording_keys(), keep_graph=keep_graph)
+        anchor = self._anchor if layer.trainable_fields() else self._anchor.detach()
+        outputs = LayerFunction.apply(call, anchor, *call.tensors)
+        if run is not None:
+            run.record(call, outputs)
+        call.tensors = []
+        result, recorded = call.result(outputs)
+        publish(recorded)
+        return result
+
+    @contextlib.contextmanager
+    def visit(self, layer: StreamedLayer) -> Iterator[torch.Tensor]:
+        """The layer's weights (flat uint8 on the device) for the length of the block."""
+        weights = self.transport.acquire(layer.home)
+        try:
+            yield weights
+        finally:
+            self.transport.release(layer.home)
+
+    def backward_call(
+        self, call: Call, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of a call's inputs; those of its weights are added to the pass."""
+        self.passes.join_autograd()
+        with self.visit(call.layer) as weights:
+            input_grads, param_grads = call.backward(weights, tensors, grads)
+        self.passes.add(call.layer.home, param_grads)
+        self.passes.settle(call.layer.home, call.use)
+        return input_grads
+
+    def accumulate(self, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches of a step, layer-major.
+
+        Args:
+            thunks: each runs the model's own forward on one micro-batch and returns its scalar loss.
+
+        Returns the detached losses in order. Gradients are at home, or on their way.
+        """
+        return run_accumulated(self, thunks)
+
+    # What reads weights and gradients waits for what it needs.
+
+    def wait(self) -> None:
+        """Until every drain and every update is over."""
+        self.transport.flush()
+        for home in self.homes:
+            home.updated.wait()
+
+    def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
+        """A parameter's gradient on the host, or None."""
+        home.updated.wait()
+        home.grads.forget_norms()
+        return home.grads.view(field)
+
+    def zero_grad(self) -> None:
+        self.transport.flush()
+        for home in self.homes:
+            home.grads.clear()
+
+    def gradient_norms(self) -> dict[Home, dict[Field, float]]:
+        """L2 norm of every gradient that is home. Taken on the device during the drain where one pass made it."""
+        self.transport.flush()
+        return {home: _norms(home) for home in self.homes if home.grads.is_holding()}
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Global norm of all gradients; the next step multiplies them by min(1, max_norm / (norm + 1e-6))."""
+        total = sum(norm * norm for of in self.gradient_norms().values() for norm in of.values()) ** 0.5
+        self.clip_factor = min(1.0, max_norm / (total + 1e-6))
+        return torch.tensor(total, dtype=torch.float32)
+
+    # What happened.
+
+    def summary(self) -> str:
+        """The run's first line."""
+        num_parameters = sum(home.num_parameters for home in self.homes)
+        how = {
+            "fp32": "fp32 throughout (TF32 off), exact fp32 moments",
+            "bf16": "bf16 compute, exact fp32 master (split 16+16 bits), exact fp32 moments",
+        }[self.precision]
+        blocks = sum(layer.kind == "block" for layer in self.layers)
+        line = (
+            f"megatrain: {num_parameters / 1e9:.3f}B parameters, {blocks} blocks and {len(self.layers) - blocks} other "
+            f"layers streamed through {self.device}; {how}"
+        )
+        if self.config.optimizer_compression:
+            line += (
+                f"; optimizer_compression={self.config.optimizer_compression!r} is not used: "
+                "compressed moments do not exist yet"
+            )
+        return line
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the model was streamed: visits a home, transfers, bytes, prediction hits and misses, stalls."""
+        counters = self.transport.counters
+        stats: dict[str, Any] = {
+            "steps": self.num_steps,
+            "visits": dict(counters.visits),
+            "num_transfers": counters.num_transfers,
+            "transferred_bytes": counters.transferred_bytes,
+            "num_drains": counters.num_drains,
+            "drained_bytes": counters.drained_bytes,
+            "num_fetches": counters.num_fetches,
+            "stall_seconds": self.transport.stall_seconds(),
+            "busy_seconds": self.transport.busy_seconds(),
+        }
+        if isinstance(self.transport, LaneStream):
+            predictor = self.transport.predictor
+            stats |= {"prediction_hits": predictor.num_hits, "prediction_misses": predictor.num_misses}
+        return stats
+
+    def layer_report(self) -> dict[str, dict[str, float]]:
+        """Gradient norm of each home, and |dw| / |w| of its last update if `measure_updates` was set before it."""
+        norms = {home.name: sum(n * n for n in of.values()) ** 0.5 for home, of in self.gradient_norms().items()}
+        names = dict.fromkeys((*norms, *self._update_report))
+        return {
+            name: {
+                **({"grad_norm": norms[name]} if name in norms else {}),
+                **({"update_ratio": self._update_report[name]} if name in self._update_report else {}),
+            }
+            for name in names
+        }
+
+    def report_update(self, home: Home, ratio: float) -> None:
+        self._update_report[home.name] = ratio
+
+    def close(self) -> None:
+        """End the lanes. The model cannot be used afterwards."""
+        self.transport.close()
+
+    def _check_inputs(self, layer: StreamedLayer, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type != self.device.type and tensor.dim() > 0:
+                raise UserError(
+                    f"{layer.name} got a tensor on {tensor.device}, and layers run on {self.device}: "
+                    "move the batch with .to(model.device)"
+                )
+
+
+def _norms(home: Home) -> dict[Field, float]:
+    if home.grads.norms is None:
+        views = {field: home.grads.view(field) for field in home.fields}
+        home.grads.norms = {
+            field: float(torch.linalg.vector_norm(view, dtype=torch.float32))
+            for field, view in views.items()
+            if view is not None
+        }
+    return home.grads.norms

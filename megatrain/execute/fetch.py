@@ -1,0 +1,73 @@
+"""Weights outside of streamed layers: the resident leftovers, and any weight used where its layer is not running.
+
+Both are handed out as tensors on the device whose backward adds to the home's gradients. Resident weights are copied
+once an update; others at every use, which is counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.execute.runs import current_run
+from megatrain.spec.layout import Field, view_field
+from megatrain.store.home import Home
+
+if TYPE_CHECKING:
+    from megatrain.execute.engine import Engine
+
+
+class Fetcher:
+    """
+    Args:
+        resident: the home whose weights stay on the device, or None.
+    """
+
+    def __init__(self, engine: Engine, resident: Home | None) -> None:
+        self.resident = resident
+        self._engine = engine
+        self._copy = torch.empty(0, dtype=torch.uint8)
+        self._copy_version = -1
+
+    def fetch(self, home: Home, field: Field) -> torch.Tensor:
+        """The weight (the field's shape and wire dtype) on the device, differentiable if grad mode and it are."""
+        if not (torch.is_grad_enabled() and home.trainable[field]):
+            return self.weights(home, field)
+        run = current_run()
+        if run is None:
+            return _FetchFunction.apply(self._engine, home, field, self._engine._anchor)
+        # One alias a micro-batch, so that its uses are summed before they are added to those of the others.
+        if field not in run.aliases:
+            run.aliases[field] = _FetchFunction.apply(self._engine, home, field, self._engine._anchor)
+        return run.aliases[field]
+
+    def weights(self, home: Home, field: Field) -> torch.Tensor:
+        home.updated.wait()
+        if home is not self.resident:
+            self._engine.transport.counters.num_fetches += 1
+            return home.weights(field).to(self._engine.device, copy=True)
+        if self._copy_version != home.version:
+            # A new tensor and not an overwrite: a graph may still hold the old one.
+            self._copy = home.wire.to(self._engine.device, copy=True)
+            self._copy_version = home.version
+        return view_field(self._copy, field)
+
+
+class _FetchFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, home: Home, field: Field, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.engine, ctx.home, ctx.field = engine, home, field
+        ctx.use = engine.passes.use(home)
+        ctx.set_materialize_grads(False)
+        return engine.fetcher.weights(home, field).detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:
+        if grad is not None:
+            passes = ctx.engine.passes
+            passes.join_autograd()
+            passes.add(ctx.home, [(ctx.field, grad)])
+            passes.settle(ctx.home, ctx.use)
+        return None, None, None, None

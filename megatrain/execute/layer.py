@@ -1,0 +1,99 @@
+"""Streamed layer: a module whose weights are views into a slot, bound for one forward.
+
+The module object stays in its place with its own class, attributes and hooks; only its parameters are swapped. Its
+class is replaced by a subclass whose `forward` goes through the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatrain.base.errors import UserError
+from megatrain.spec.discover import FoundLayer, ParameterUse
+from megatrain.spec.layout import Field, view_field
+from megatrain.store.home import Home
+
+
+class StreamedLayer:
+    """One layer of the model and the home its weights come from.
+
+    Args:
+        uses: every place in the module that holds a parameter, with its field.
+        index: position in the model, in order of definition.
+    """
+
+    def __init__(self, found: FoundLayer, home: Home, uses: list[tuple[ParameterUse, Field]], index: int) -> None:
+        self.name = found.name
+        self.kind = found.kind
+        self.index = index
+        self.home = home
+        self.module = found.module
+        self.modules = list(found.module.modules())
+        self._forward = type(found.module).forward
+        self._places = [(use.owner, use.attribute, field) for use, field in uses]
+        self.fields = list(dict.fromkeys(field for _, _, field in self._places))
+
+    def trainable_fields(self) -> list[Field]:
+        return [field for field in self.fields if self.home.trainable[field]]
+
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward that the module's authors wrote. Enter with weights bound."""
+        return self._forward(self.module, *args, **kwargs)
+
+    def views(self, weights: torch.Tensor, *, requires_grad: bool) -> dict[Field, torch.Tensor]:
+        """The layer's parameters as views of `weights` (flat uint8 on the device), trainable ones as leaves."""
+        views = {field: view_field(weights, field) for field in self.fields}
+        if requires_grad:
+            for field in self.trainable_fields():
+                views[field] = views[field].detach().requires_grad_()
+        return views
+
+    @contextlib.contextmanager
+    def bound(self, views: dict[Field, torch.Tensor]) -> Iterator[None]:
+        """The module holds `views` as its parameters for the length of the block."""
+        self._check_unchanged()
+        held = [owner._parameters[attribute] for owner, attribute, _ in self._places]
+        for owner, attribute, field in self._places:
+            owner._parameters[attribute] = views[field]
+        try:
+            yield
+        finally:
+            for (owner, attribute, _), parameter in zip(self._places, held, strict=True):
+                owner._parameters[attribute] = parameter
+
+    def _check_unchanged(self) -> None:
+        if list(self.module.modules()) != self.modules:
+            raise UserError(
+                f"{self.name} was changed after mt.stream (peft, a swapped submodule?): change the model first, "
+                "then call mt.stream"
+            )
+
+
+def stream_module(layer: StreamedLayer, call: Callable[[StreamedLayer, tuple, dict], Any]) -> None:
+    """Route the module's forward through `call(layer, args, kwargs)`, in place."""
+    layer.module.__class__ = _streamed_class(type(layer.module))
+    layer.module._streamed_layer = layer
+    layer.module._streamed_call = call
+
+
+@functools.cache
+def _streamed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._streamed_call(self._streamed_layer, args, kwargs)
+
+    members = {
+        "forward": forward,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        # The engine recomputes anyway; a second recomputation around it would run after the weights are gone.
+        "gradient_checkpointing": property(lambda self: False, lambda self, value: None),
+    }
+    return type(cls.__name__, (cls,), members)

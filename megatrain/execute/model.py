@@ -1,0 +1,207 @@
+"""Turns a model into a streamed one, in place: homes built, parameters replaced, calls that would do harm refused.
+
+Rule: what a user may call on the model afterwards does the right thing or raises an error that names it. The table
+`REFUSED` and the overrides of `StreamedModel` say which; a test goes through both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from megatrain.base.errors import RefusedError
+from megatrain.execute.engine import Engine, engine_of
+from megatrain.execute.layer import StreamedLayer, stream_module
+from megatrain.execute.parameters import HomeParameter
+from megatrain.spec.discover import FoundLayer, parameter_uses
+from megatrain.spec.homes import HomePlan
+from megatrain.store.home import Home
+
+SAVE_REMEDY = "save it with model.save_pretrained, or take the weights with mt.full_state_dict(model)"
+
+REFUSED = {
+    "resize_token_embeddings": "resize the model before mt.stream, then stream it",
+    "half": "float16 is not a compute precision here: load the model in bfloat16, or use mt.init(precision='bf16')",
+    "to_empty": "its weights live at home and stay there",
+    "share_memory": "its weights live at home: start worker processes before mt.stream",
+    "tie_weights": "tie weights before mt.stream; what was tied then stays tied",
+    "dequantize": "load the model unquantised",
+    "add_adapter": "add adapters (peft) before mt.stream, then stream the whole model",
+    "load_adapter": "load adapters (peft) before mt.stream, then stream the whole model",
+    "compile": "whole-model compilation would trace through the streaming of layers",
+    "__deepcopy__": SAVE_REMEDY,
+    "__reduce_ex__": SAVE_REMEDY,
+}
+"""Method of a streamed model -> what to do instead."""
+
+Initialize = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
+
+
+class StreamedModel(nn.Module):
+    """Mixed in before the model's own class."""
+
+    def to(self, *args: Any, **kwargs: Any) -> StreamedModel:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        engine = _engine(self)
+        if device is not None and not _is_same_device(device, engine.device):
+            raise RefusedError(
+                f".to({str(device)!r}) on a streamed model: its layers run on {engine.device} and live in host memory. "
+                "Choose the device with mt.init(device=...) before mt.stream"
+            )
+        if dtype is not None:
+            self._keep_dtype(f".to({dtype})", dtype)
+        return self
+
+    def cuda(self, device: Any = None) -> StreamedModel:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> StreamedModel:
+        return self.to("cpu")
+
+    def float(self) -> StreamedModel:
+        return self._keep_dtype(".float()", torch.float32)
+
+    def bfloat16(self) -> StreamedModel:
+        return self._keep_dtype(".bfloat16()", torch.bfloat16)
+
+    def double(self) -> StreamedModel:
+        return self._keep_dtype(".double()", torch.float64)
+
+    def type(self, dst_type: Any) -> StreamedModel:
+        return self.to(dst_type)
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: the engine keeps the inputs of layers and recomputes the rest."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Nothing to do; see `gradient_checkpointing_enable`."""
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """CPU tensors in the dtype the model was loaded in. They view the homes where nothing is converted."""
+        assert not args, "state_dict takes keywords"
+        destination = {} if destination is None else destination
+        for name, parameter in named_home_parameters(self, remove_duplicate=False):
+            destination[prefix + name] = parameter if keep_vars else parameter._home.saved(parameter._field)
+        for name, buffer in _persistent_buffers(self):
+            destination[prefix + name] = buffer if keep_vars else buffer.detach().cpu()
+        return destination
+
+    def save_pretrained(self, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> Any:
+        """As in transformers: config and sharded safetensors that plain `from_pretrained` loads."""
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        return super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        _engine(self).zero_grad()
+
+    def _apply(self, *_: Any, **__: Any) -> NoReturn:
+        raise RefusedError("converting a streamed model in place would not reach its weights: use .to before mt.stream")
+
+    def _keep_dtype(self, what: str, dtype: torch.dtype) -> StreamedModel:
+        engine = _engine(self)
+        now = torch.bfloat16 if engine.precision == "bf16" else torch.float32
+        if dtype != now:
+            raise RefusedError(
+                f"{what} on a streamed model: it computes in {now}. Say mt.init(precision=...) before mt.stream"
+            )
+        return self
+
+
+def _refusal(name: str, remedy: str) -> Callable[..., NoReturn]:
+    def refuse(self: nn.Module, *_: Any, **__: Any) -> NoReturn:
+        raise RefusedError(f"{name} on a streamed {type(self).__name__} is refused: {remedy}")
+
+    return refuse
+
+
+@functools.cache
+def streamed_model_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `cls` under the same name, with `StreamedModel` and the refusals before it."""
+    members: dict[str, Any] = {
+        name: _refusal(name, remedy) for name, remedy in REFUSED.items() if hasattr(cls, name)
+    }
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (StreamedModel, cls), members)
+
+
+def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initialize | None) -> None:
+    """Copy the plan's weights into `home`, one by one, freeing each original as soon as it is copied."""
+    done = set()
+    for use in parameter_uses(model):
+        field = plan.parameters.get(id(use.parameter))
+        if field is None or field in done:
+            continue
+        done.add(field)
+        value = use.parameter.data
+        if value.device.type == "meta":
+            assert initialize is not None
+            value = initialize(field.name, torch.Size(field.shape), field.saved_dtype)
+        home.write(field, value)
+        home.trainable[field] = use.parameter.requires_grad
+        use.parameter.data = torch.empty(0, dtype=field.saved_dtype)
+        use.parameter.grad = None
+    home.version = 0
+
+
+def replace_parameters(model: nn.Module, engine: Engine, plans: list[HomePlan], homes: list[Home]) -> None:
+    """Put a HomeParameter in every place that holds a parameter; tied places share one."""
+    made: dict[int, HomeParameter] = {}
+    for plan, home in zip(plans, homes, strict=True):
+        for key, field in plan.parameters.items():
+            made[key] = HomeParameter(engine, home, field)
+    for use in list(parameter_uses(model)):
+        use.owner._parameters[use.attribute] = made[id(use.parameter)]
+
+
+def make_layers(found: list[FoundLayer], plans: list[HomePlan], homes: list[Home]) -> list[StreamedLayer]:
+    """Call before `replace_parameters`: fields are found by the identity of the original parameters."""
+    home_of = {layer: (plan, home) for plan, home in zip(plans, homes, strict=True) for layer in plan.layers}
+    layers = []
+    for index, layer in enumerate(found):
+        plan, home = home_of[layer]
+        uses = [(use, plan.parameters[id(use.parameter)]) for use in parameter_uses(layer.module)]
+        layers.append(StreamedLayer(layer, home, uses, index))
+    return layers
+
+
+def install(model: nn.Module, engine: Engine) -> None:
+    """Route the layers' forwards through the engine and put the model's class under the rules above."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    for layer in engine.layers:
+        stream_module(layer, engine.call)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(engine.device)
+    engine.register(model)
+    model.__class__ = streamed_model_class(type(model))
+
+
+def named_home_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, HomeParameter]]:
+    """(original name, HomeParameter); every tied name too when `remove_duplicate` is off."""
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        assert isinstance(parameter, HomeParameter)
+        yield name, parameter
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _engine(model: nn.Module) -> Engine:
+    engine = engine_of(model)
+    assert engine is not None
+    return engine
+
+
+def _is_same_device(wanted: torch.device, now: torch.device) -> bool:
+    return wanted.type == now.type and (wanted.index is None or now.index is None or wanted.index == now.index)

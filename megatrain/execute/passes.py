@@ -1,0 +1,110 @@
+"""Gradients of one backward pass: when a home's sums are open, and when they are complete and go home.
+
+A home's gradients leave once a pass: when the last of its live uses has had its backward, or else when the pass ends.
+Which of the two depends only on the model's own graph, never on buffer sizes or timing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from megatrain.spec.layout import Field
+from megatrain.store.home import Home
+from megatrain.transport.drain import GradientAccumulator, GradientPacket
+
+
+class Use:
+    """One use of a home's weights that a backward may come back to. Settled by it, or when its graph is dropped."""
+
+    __slots__ = ("_home", "_live", "_settled")
+
+    def __init__(self, home: Home, live: Counter[Home]) -> None:
+        self._home, self._live, self._settled = home, live, False
+        live[home] += 1
+
+    def settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            self._live[self._home] -= 1
+
+    def __del__(self) -> None:
+        self.settle()
+
+
+class Passes:
+    """
+    Args:
+        send: takes a home's finished gradients (`LaneStream.drain`).
+    """
+
+    def __init__(self, device: torch.device, send: Callable[[Home, GradientPacket], None]) -> None:
+        self._device = device
+        self._send = send
+        self._live: Counter[Home] = Counter()
+        self._open: dict[Home, GradientAccumulator] = {}
+        self._pass_id: int | None = None
+        self._is_held = False
+
+    def use(self, home: Home) -> Use:
+        return Use(home, self._live)
+
+    def hold(self) -> None:
+        """More uses of any home may still come in this pass: close nothing until `release`."""
+        self.abandon()
+        self._is_held = True
+
+    def release(self) -> None:
+        """All uses of the pass exist now. Homes that have had their last backward go home."""
+        self._is_held = False
+        for home in list(self._open):
+            self._close_if_complete(home)
+
+    def add(self, home: Home, gradients: list[tuple[Field, torch.Tensor]]) -> None:
+        """Add one use's gradients."""
+        if not gradients:
+            return
+        if home not in self._open:
+            self._open[home] = GradientAccumulator(home, self._device)
+        self._open[home].add(gradients)
+
+    def settle(self, home: Home, use: Use) -> None:
+        """`use` has had its backward."""
+        use.settle()
+        if not self._is_held:
+            self._close_if_complete(home)
+
+    def end(self) -> None:
+        """The pass is over: what is still open goes home."""
+        self._is_held = False
+        self._pass_id = None
+        for home in list(self._open):
+            self._close(home)
+
+    def abandon(self) -> None:
+        """The pass failed: its sums are worth nothing."""
+        self._open.clear()
+        self._is_held = False
+        self._pass_id = None
+
+    def join_autograd(self) -> None:
+        """Called from inside a plain `backward()`: end the pass when autograd has finished it."""
+        pass_id = torch._C._current_graph_task_id()
+        if self._is_held or pass_id == self._pass_id:
+            return
+        if self._pass_id is not None:
+            # The last pass never ended: an exception tore it.
+            self.abandon()
+        self._pass_id = pass_id
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def _close_if_complete(self, home: Home) -> None:
+        if self._live[home] == 0:
+            self._close(home)
+
+    def _close(self, home: Home) -> None:
+        accumulator = self._open.pop(home, None)
+        if accumulator is not None:
+            self._send(home, accumulator.pack())

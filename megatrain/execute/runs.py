@@ -1,0 +1,206 @@
+"""Layer-major accumulation: every micro-batch is a coroutine that pauses at each streamed layer.
+
+The forward of each micro-batch is the model's own code on its own inputs. A paused micro-batch waits until all others
+have come to the layer; then all run it in one visit. The order makes every sum that of plain accumulation:
+
+- In a group, micro-batches run last to first. Autograd's backward goes by falling sequence number, so one backward over
+  all of them is layer-major by itself, first micro-batch first, as in plain accumulation.
+- The last layer (a head) runs first to last, and each micro-batch's loss and head have their backward at once, in the
+  same visit: the logits of one micro-batch live at a time. That backward only *collects* at the other layers (a router's
+  auxiliary loss comes from there); the collected gradients are roots of the one backward that follows.
+
+Rule: the order of sums does not depend on slots, lanes or timing. What it gives up: where one micro-batch visits a
+parameter more than once (tied weights, a layer called twice), its parts are added in another order than in plain
+accumulation: equal to rounding, not bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import greenlet
+import torch
+
+from megatrain.base.errors import UserError
+from megatrain.execute.context import AutocastState, RngState
+
+if TYPE_CHECKING:
+    from megatrain.execute.call import Call
+    from megatrain.execute.engine import Engine
+    from megatrain.execute.layer import StreamedLayer
+    from megatrain.spec.layout import Field
+
+Roots = list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]
+
+
+class Run(greenlet.greenlet):
+    """One micro-batch's forward. Grad mode, autocast, RNG and context variables are its own."""
+
+    def __init__(self, engine: Engine, thunk: Callable[[], torch.Tensor], seed: int | None) -> None:
+        super().__init__(self._main)
+        self.gr_context = contextvars.copy_context()
+        self.aliases: dict[Field, torch.Tensor] = {}
+        self.calls: list[tuple[Call, list[torch.autograd.graph.GradientEdge], Roots]] = []
+        self.layer: StreamedLayer | None = None
+        self.loss: torch.Tensor | None = None
+        self.keeps_graph = False
+        self._device = engine.device
+        self._thunk = thunk
+        self._seed = seed
+        # A single micro-batch (no seed) draws from the global generator and leaves its mark there.
+        self._owns_rng = seed is not None
+        self._state = self._get_state()
+
+    def resume(self) -> None:
+        """Run on to the next streamed layer, or to the end (`dead`)."""
+        outside = self._swap(self._state)
+        try:
+            self.layer = self.switch()
+        finally:
+            self._state = self._swap(outside)
+
+    def arrive(self, layer: StreamedLayer) -> None:
+        """Called from inside: pause at `layer` until it is this micro-batch's turn."""
+        self.parent.switch(layer)
+
+    def record(self, call: Call, outputs: Sequence[torch.Tensor]) -> None:
+        """Called from inside: `call` is part of this micro-batch's graph."""
+        edge = torch.autograd.graph.get_gradient_edge
+        of_outputs = [edge(output) if output.requires_grad else None for output in outputs]
+        of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
+        self.calls.append((call, of_outputs, of_inputs))
+
+    def _main(self) -> None:
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+        self.loss = self._thunk()
+
+    def _get_state(self) -> tuple[bool, AutocastState, RngState | None]:
+        rng = RngState.get(self._device) if self._owns_rng else None
+        return torch.is_grad_enabled(), AutocastState.get(self._device), rng
+
+    def _swap(self, state: tuple[bool, AutocastState, RngState | None]) -> tuple[bool, AutocastState, RngState | None]:
+        before = self._get_state()
+        is_grad_enabled, autocast, rng = state
+        torch.set_grad_enabled(is_grad_enabled)
+        autocast.set()
+        if rng is not None:
+            rng.set(self._device)
+        return before
+
+
+def current_run() -> Run | None:
+    """The micro-batch whose code is running, if it is one."""
+    current = greenlet.getcurrent()
+    return current if isinstance(current, Run) else None
+
+
+def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    """See `Engine.accumulate`."""
+    if current_run() is not None:
+        raise UserError("accumulate was called from inside a micro-batch: call it once, around all of them")
+    if not torch.is_grad_enabled():
+        raise UserError("accumulate trains: call it outside of torch.no_grad()")
+    if not thunks:
+        return []
+    # A single micro-batch draws from the global generator as plain training does; several get a seed each.
+    seeds = [None] if len(thunks) == 1 else torch.randint(2**62, (len(thunks),)).tolist()
+    runs = [Run(engine, thunk, seed) for thunk, seed in zip(thunks, seeds, strict=True)]
+    engine.passes.hold()
+    try:
+        roots, losses = _forward(engine, runs)
+        engine.passes.release()
+        _backward(roots)
+        engine.passes.end()
+    except BaseException:
+        engine.is_collecting = False
+        engine.passes.abandon()
+        raise
+    finally:
+        for run in runs:
+            _abandon(run)
+    return losses
+
+
+def _forward(engine: Engine, runs: list[Run]) -> tuple[Roots, list[torch.Tensor]]:
+    """All forwards, and the backwards of losses and last layers. Returns where the one backward has to start."""
+    losses: dict[Run, torch.Tensor] = {}
+    roots: dict[Run, Roots] = {}
+    for run in reversed(runs):
+        run.resume()
+        if run.dead:
+            losses[run], roots[run] = _loss_backward(engine, run, last_call_now=False)
+    while paused := [run for run in runs if not run.dead]:
+        layer = min((run.layer for run in paused), key=lambda candidate: candidate.index)
+        is_last = layer.name in engine.last_layers
+        group = [run for run in paused if run.layer is layer]
+        with engine.visit(layer):
+            for run in group if is_last else reversed(group):
+                run.keeps_graph = is_last
+                run.resume()
+                if run.dead:
+                    losses[run], roots[run] = _loss_backward(engine, run, last_call_now=is_last)
+                _drop_kept(run)
+        _learn(engine, layer, group)
+    return [root for run in runs for root in roots[run]], [losses[run] for run in runs]
+
+
+def _loss_backward(engine: Engine, run: Run, *, last_call_now: bool) -> tuple[torch.Tensor, Roots]:
+    """Backward of the loss as far as the streamed layers, and through the last one if its weights are here."""
+    loss, run.loss = run.loss, None
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UserError(f"a micro-batch's loss must be a scalar tensor, got {_describe(loss)}")
+    if not loss.requires_grad:
+        raise UserError("a micro-batch's loss does not depend on any trainable parameter")
+    engine.is_collecting = True
+    try:
+        # The graph above the layers is walked again by the one backward, so it is not freed; what belongs to this
+        # loss alone (logits) goes with it.
+        torch.autograd.backward(loss, retain_graph=True)
+    finally:
+        engine.is_collecting = False
+    roots: Roots = []
+    if last_call_now and run.calls:
+        call, _, of_inputs = run.calls.pop()
+        if call.collected is not None:
+            grads = engine.backward_call(call, call.kept.inputs, call.collected)
+            roots += [(e, g) for e, g in zip(of_inputs, grads, strict=True) if e is not None and g is not None]
+        call.collected = call.kept = None
+    for call, of_outputs, _ in run.calls:
+        if call.collected is not None:
+            roots += [(e, g) for e, g in zip(of_outputs, call.collected, strict=True) if e is not None and g is not None]
+            call.collected = None
+    return loss.detach(), roots
+
+
+def _backward(roots: Roots) -> None:
+    if roots:
+        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+
+
+def _drop_kept(run: Run) -> None:
+    """A graph kept for a layer that was not the last after all: it would read a refilled slot. Recompute instead."""
+    for call, _, _ in run.calls:
+        call.kept = None
+
+
+def _learn(engine: Engine, layer: StreamedLayer, group: list[Run]) -> None:
+    if all(run.dead for run in group):
+        engine.last_layers.add(layer.name)
+    else:
+        engine.last_layers.discard(layer.name)
+
+
+def _abandon(run: Run) -> None:
+    """Leave nothing behind of a micro-batch: its coroutine, its graph."""
+    if not run.dead:
+        run.throw(greenlet.GreenletExit)
+    run.aliases.clear()
+    run.calls.clear()
+    run.loss = None
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

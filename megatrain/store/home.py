@@ -1,0 +1,95 @@
+"""Home: where a layer's weights live for good, in host memory.
+
+Two sections: `wire` (what crosses the link, in the compute dtype, page-locked) and `low` (the low halves of split
+masters). Moments belong to the optimizer and gradients to `HostGradients`; both lie apart.
+Rule: whoever reads or writes weights waits for `updated` first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.base.fence import Fence
+from megatrain.spec.layout import Field, GradientLayout, view_field, wire_bytes
+from megatrain.store.gradients import HostGradients
+from megatrain.store.masters import join, split_
+from megatrain.store.memory import HostMemory
+
+
+class Home:
+    """The weights of one streamed layer (or of several that share a parameter), and their gradients.
+
+    Args:
+        name: the layer's name, for messages.
+        fields: its parameters in wire order.
+        memory: where the sections come from.
+        grad_dtype: dtype of gradients on the wire (fp32, or bf16 beside split masters).
+    """
+
+    def __init__(self, name: str, fields: list[Field], memory: HostMemory, grad_dtype: torch.dtype) -> None:
+        self.name = name
+        self.fields = fields
+        self.memory = memory
+        self.grad_dtype = grad_dtype
+        self.wire = memory.empty(wire_bytes(fields), pinned=True)
+        num_low = sum(1 for field in fields if field.is_split) and _num_elements(fields)
+        self.low = memory.empty(2 * num_low).view(torch.int16)
+        self.updated = Fence.done()
+        self.version = 0
+        self.grads = HostGradients(memory, grad_dtype)
+        self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
+        self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(field.numel for field in self.fields)
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(self.trainable.values())
+
+    def gradient_layout(self) -> GradientLayout:
+        """Layout for the fields that are trainable now."""
+        key = tuple(self.trainable.values())
+        if key not in self._layouts:
+            self._layouts[key] = GradientLayout.of([field for field in self.fields if self.trainable[field]])
+        return self._layouts[key]
+
+    def weights(self, field: Field) -> torch.Tensor:
+        """The compute weights (the field's shape and wire dtype), viewing the home. Wait for `updated` first."""
+        return view_field(self.wire, field)
+
+    def low_half(self, field: Field) -> torch.Tensor:
+        """Low 16 bits of a split master, flat int16, viewing the home."""
+        assert field.is_split
+        return self.low[field.offset : field.offset + field.numel]
+
+    def read(self, field: Field) -> torch.Tensor:
+        """A copy of the exact master in the field's shape: fp32 if split, else the wire dtype."""
+        self.updated.wait()
+        if not field.is_split:
+            return self.weights(field).clone()
+        return join(self.weights(field).view(-1), self.low_half(field)).view(field.shape)
+
+    def saved(self, field: Field) -> torch.Tensor:
+        """The field in the dtype its model was loaded in. Views the home where nothing has to be converted."""
+        self.updated.wait()
+        if field.dtype == field.saved_dtype:
+            return self.weights(field)
+        return self.read(field).to(field.saved_dtype)
+
+    def write(self, field: Field, value: torch.Tensor) -> None:
+        """Overwrite the master with `value` (any float dtype, same shape, on any device)."""
+        self.updated.wait()
+        assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
+        if field.is_split:
+            master = value.detach().to(device="cpu", dtype=torch.float32).contiguous()
+            split_(master.view(-1), self.weights(field).view(-1), self.low_half(field))
+        else:
+            self.weights(field).copy_(value.detach())
+        self.version += 1
+
+
+def _num_elements(fields: list[Field]) -> int:
+    last = max(fields, key=lambda field: field.offset)
+    return last.offset + last.numel

@@ -1,0 +1,1 @@
+"""Lanes, fences, slots, prefetch and drain."""

@@ -1,0 +1,92 @@
+"""Drain: a pass's gradients on their way from the device to their home.
+
+`GradientAccumulator` sums a home's gradients on the device in fp32; `pack` rounds them to the wire dtype once and takes
+their norms; `land` copies them into the home's slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.spec.layout import Field, GradientLayout
+from megatrain.store.home import Home
+
+
+class GradientAccumulator:
+    """fp32 sums of one home's gradients over one backward pass, flat on the device."""
+
+    def __init__(self, home: Home, device: torch.device) -> None:
+        self.home = home
+        self.layout = home.gradient_layout()
+        self.touched: set[Field] = set()
+        self._sums = torch.empty(self.layout.numel, dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.layout.numel
+
+    def add(self, gradients: list[tuple[Field, torch.Tensor]]) -> None:
+        """Add one micro-batch's gradients (each in its field's shape, any float dtype)."""
+        fresh, more = [], []
+        for field, gradient in gradients:
+            (more if field in self.touched else fresh).append((self.layout.view(self._sums, field), gradient))
+            self.touched.add(field)
+        if fresh:
+            torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
+        if more:
+            _add_in_fp32([view for view, _ in more], [gradient for _, gradient in more])
+
+    def pack(self) -> GradientPacket:
+        """Round to the wire dtype and take norms, on the compute lane. The accumulator is spent."""
+        wire = self._sums.to(self.home.grad_dtype)
+        fields = [field for field in self.layout.offsets if field in self.touched]
+        views = [self.layout.view(wire, field) for field in fields]
+        norms = torch.stack([torch.linalg.vector_norm(view, dtype=torch.float32) for view in views])
+        return GradientPacket(layout=self.layout, fields=fields, wire=wire, norms=norms)
+
+
+def _add_in_fp32(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    # _foreach_add_ of mixed dtypes falls back to a loop; the loop of add_ casts inside the kernel, without temporaries.
+    for total, gradient in zip(sums, gradients, strict=True):
+        total.add_(gradient)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientPacket:
+    layout: GradientLayout
+    fields: list[Field]
+    """The touched fields."""
+
+    wire: torch.Tensor
+    """Flat, `layout.numel` elements of the wire dtype, on the device."""
+
+    norms: torch.Tensor
+    """(len(fields),) fp32 L2 norms of the wire values, on the device."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.wire.numel() * self.wire.element_size()
+
+
+def land(home: Home, packet: GradientPacket) -> Callable[[], None]:
+    """Start the copy to the host; returns what has to run after it is over.
+
+    Between the two a CUDA lane waits for its copy. The home's last update must have ended: it reads the same slab.
+    """
+    is_first = not home.grads.is_holding()
+    slab = home.grads.slab(packet.layout) if is_first else torch.empty(packet.layout.numel, dtype=packet.wire.dtype)
+    slab.copy_(packet.wire, non_blocking=is_first)
+    norms = torch.empty(packet.norms.shape, dtype=torch.float32, pin_memory=packet.norms.is_cuda)
+    norms.copy_(packet.norms, non_blocking=True)
+
+    def receive() -> None:
+        touched = frozenset(packet.fields)
+        if is_first:
+            home.grads.receive(packet.layout, touched, dict(zip(packet.fields, norms.tolist(), strict=True)))
+        else:
+            home.grads.add(packet.layout, touched, slab)
+
+    return receive

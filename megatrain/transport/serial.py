@@ -1,0 +1,62 @@
+"""The serial twin: no lanes, no slots, no prefetch. What the stream does, done one thing after the other.
+
+It is the truth that the stream is tested against: results must be bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatrain.base.fence import Fence
+from megatrain.store.home import Home
+from megatrain.transport.counters import Counters
+from megatrain.transport.drain import GradientPacket, land
+
+
+class SerialStream:
+    """Same verbs as `LaneStream`; every verb has done its work when it returns."""
+
+    total_device_bytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.counters = Counters()
+
+    def acquire(self, home: Home) -> torch.Tensor:
+        """The home's wire section (flat uint8) on the device."""
+        self.counters.visit(home)
+        home.updated.wait()
+        self.counters.transfer(home.wire.numel())
+        weights = torch.empty(home.wire.numel(), dtype=torch.uint8, device=self.device)
+        return weights.copy_(home.wire)
+
+    def release(self, home: Home) -> None:
+        del home
+
+    def drain(self, home: Home, packet: GradientPacket) -> None:
+        """Bring a pass's gradients home."""
+        home.updated.wait()
+        receive = land(home, packet)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        receive()
+        self.counters.drain(packet.num_bytes)
+
+    def update(self, work: Callable[[], None]) -> Fence:
+        """Run an update."""
+        work()
+        return Fence.done()
+
+    def flush(self) -> None:
+        """Everything is always over."""
+
+    def stall_seconds(self) -> dict[str, float]:
+        return {}
+
+    def busy_seconds(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to end."""

@@ -1,0 +1,111 @@
+"""Slot: a flat device buffer that holds one home's weights while its layer runs.
+
+FREE -> FILLING -> READY -> IN_USE -> READY (kept for the next visit) -> FREE. Every change is asserted: bookkeeping
+only, no copies are made here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.base.fence import Fence
+from megatrain.store.home import Home
+
+
+class State(enum.Enum):
+    FREE = "free"
+    FILLING = "filling"
+    READY = "ready"
+    IN_USE = "in use"
+
+
+@dataclass(eq=False)
+class Slot:
+    """`buffer`: flat uint8 on the device."""
+
+    buffer: torch.Tensor
+    state: State = State.FREE
+    home: Home | None = None
+    version: int = -1
+    """Version of the home's weights that the slot holds."""
+
+    filled: Fence = field(default_factory=Fence.done)
+    """The copy into the slot."""
+
+    used: Fence = field(default_factory=Fence.done)
+    """The last compute that read the slot."""
+
+    last_use: int = 0
+
+    def fill(self, home: Home, filled: Fence) -> None:
+        """`filled` stands behind the copy of the home's present weights, which was just queued."""
+        assert self.state is State.FREE, f"slot of {self.home and self.home.name} is {self.state.value}, not free"
+        assert self.buffer.numel() >= home.wire.numel(), f"{home.name} does not fit its slot"
+        self.state, self.home, self.version, self.filled = State.FILLING, home, home.version, filled
+
+    def ready(self) -> None:
+        """The compute lane is ordered behind `filled`."""
+        assert self.state in (State.FILLING, State.READY)
+        self.state = State.READY
+
+    def use(self, clock: int) -> torch.Tensor:
+        """The weights (flat uint8)."""
+        assert self.state is State.READY and self.home is not None
+        self.state, self.last_use = State.IN_USE, clock
+        return self.buffer[: self.home.wire.numel()]
+
+    def release(self, used: Fence) -> None:
+        assert self.state is State.IN_USE
+        self.used, self.state = used, State.READY
+
+    def free(self) -> None:
+        assert self.state in (State.FILLING, State.READY)
+        self.state, self.home = State.FREE, None
+
+    def holds(self, home: Home) -> bool:
+        """True when the slot holds (or is being filled with) the home's present weights."""
+        return self.home is home and self.version == home.version and self.state is not State.FREE
+
+
+class SlotPool:
+    """All slots of a device: `num_slots` sized for the largest block, one sized for the largest home of all.
+
+    Args:
+        block_bytes, largest_bytes: wire sizes. The large slot is left out when no home is larger than a block.
+    """
+
+    def __init__(self, *, device: torch.device, num_slots: int, block_bytes: int, largest_bytes: int) -> None:
+        sizes = slot_sizes(num_slots=num_slots, block_bytes=block_bytes, largest_bytes=largest_bytes)
+        self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for size in sizes]
+        self.total_bytes = sum(sizes)
+
+    def find(self, home: Home) -> Slot | None:
+        return next((slot for slot in self.slots if slot.holds(home)), None)
+
+    def candidate(self, home: Home, keep: list[Home]) -> Slot | None:
+        """A slot that may be filled with `home`, or None.
+
+        The smallest that fits, so that blocks leave the large slot to the large homes; a free one before one to be
+        evicted, and of those the longest unused. Slots that hold a home of `keep` are not evicted.
+        """
+        possible = [
+            slot
+            for slot in self.slots
+            if slot.buffer.numel() >= home.wire.numel()
+            and slot.state is not State.IN_USE
+            and not any(slot.holds(other) for other in keep)
+        ]
+        return min(
+            possible,
+            key=lambda slot: (slot.buffer.numel(), slot.state is not State.FREE, slot.last_use),
+            default=None,
+        )
+
+
+def slot_sizes(*, num_slots: int, block_bytes: int, largest_bytes: int) -> list[int]:
+    """Bytes of each slot."""
+    large = [largest_bytes] if largest_bytes > block_bytes else []
+    return [block_bytes] * num_slots + large

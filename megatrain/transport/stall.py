@@ -1,0 +1,46 @@
+"""Measures how long the compute lane waits. On a GPU the wait happens on the device, so it is measured there."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class StallClock:
+    """A context around each wait. `seconds()` gives the sum so far; on CUDA waits still ahead are not in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._total_seconds = 0.0
+        self._started = 0.0
+        self._before: torch.cuda.Event | None = None
+        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            self._before = self._event()
+        else:
+            self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            self._total_seconds += time.perf_counter() - self._started
+            return
+        self._pending.append((self._before, self._event()))
+        if len(self._pending) > 256:
+            self._collect()
+
+    def seconds(self) -> float:
+        self._collect()
+        return self._total_seconds
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            before, after = self._pending.pop(0)
+            self._total_seconds += before.elapsed_time(after) / 1000

@@ -1,0 +1,158 @@
+"""The stream: weights to the device ahead of use, gradients home behind it, updates beside both.
+
+Lanes: `compute` is the caller; `h2d` fills slots, `d2h` drains gradients, `cpu` updates. Data flow of one visit:
+
+    acquire: predict -> h2d copies home -> slot (after home.updated and slot.used)  -> caller runs behind slot.filled
+    release: slot.used stands behind the caller's work
+    drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab)
+
+Invariants: a slot is refilled only behind `used`; weights are copied only behind `updated`; at most `max_drains` packets
+are in flight. What it gives up: the compute lane is one stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from megatrain.base.config import StreamOptions
+from megatrain.base.fence import Fence
+from megatrain.store.home import Home
+from megatrain.transport.counters import Counters
+from megatrain.transport.drain import GradientPacket, land
+from megatrain.transport.lane import Lane
+from megatrain.transport.predictor import Predictor
+from megatrain.transport.slots import Slot, SlotPool
+from megatrain.transport.stall import StallClock
+
+
+class LaneStream:
+    """
+    Args:
+        homes: all homes that will be acquired.
+        block_bytes: wire bytes of the largest block.
+    """
+
+    def __init__(self, homes: list[Home], block_bytes: int, device: torch.device, options: StreamOptions) -> None:
+        self.device = device
+        self.counters = Counters()
+        self.predictor: Predictor[Home] = Predictor()
+        self.slots = SlotPool(
+            device=device,
+            num_slots=options.num_slots,
+            block_bytes=block_bytes,
+            largest_bytes=max(home.wire.numel() for home in homes),
+        )
+        self._depth = len(self.slots.slots) - 1
+        self._max_drains = options.max_drains
+        self._poison = options.poison
+        delay_seconds = options.lane_delay_seconds
+        self._h2d = Lane("h2d", device, delay_seconds=delay_seconds)
+        self._d2h = Lane("d2h", device, delay_seconds=delay_seconds)
+        self._cpu = Lane("cpu", torch.device("cpu"), delay_seconds=delay_seconds)
+        self._in_use: dict[Home, tuple[Slot, int]] = {}
+        self._drains: deque[tuple[Fence, GradientPacket]] = deque()
+        self._stall = {name: StallClock(device) for name in ("weights", "drain")}
+        self._clock = 0
+
+    @property
+    def total_device_bytes(self) -> int:
+        return self.slots.total_bytes
+
+    def acquire(self, home: Home) -> torch.Tensor:
+        """The home's wire section (flat uint8) in a slot; the caller's stream is ordered behind the copy."""
+        self.counters.visit(home)
+        self._clock += 1
+        if home in self._in_use:
+            slot, count = self._in_use[home]
+            self._in_use[home] = (slot, count + 1)
+            return slot.buffer[: home.wire.numel()]
+        slot = self.slots.find(home)
+        if slot is None:
+            slot = self._fill(home, keep=[])
+            assert slot is not None, f"no slot for {home.name}: as many layers are in use as there are slots"
+        with self._stall["weights"]:
+            slot.filled.order(self._compute_stream())
+        slot.ready()
+        self._in_use[home] = (slot, 1)
+        weights = slot.use(self._clock)
+        self.predictor.observe(home)
+        self._prefetch(home)
+        return weights
+
+    def release(self, home: Home) -> None:
+        """The caller's work so far was the last that reads the weights."""
+        slot, count = self._in_use.pop(home)
+        if count > 1:
+            self._in_use[home] = (slot, count - 1)
+            return
+        if self._poison:
+            slot.buffer.fill_(0xFF)
+        slot.release(Fence.on_current_stream(self.device))
+        if self._poison:
+            slot.free()
+
+    def drain(self, home: Home, packet: GradientPacket) -> None:
+        """Send a pass's gradients home. Waits (for room, not for the copy) when too many are on their way."""
+        with self._stall["drain"]:
+            while len(self._drains) >= self._max_drains:
+                fence, _ = self._drains.popleft()
+                fence.order(self._compute_stream())
+        computed = Fence.on_current_stream(self.device)
+        fence = self._d2h.submit(lambda: self._land(home, packet), after=(home.updated, computed))
+        home.grads.arrived = fence
+        self._drains.append((fence, packet))
+        self.counters.drain(packet.num_bytes)
+
+    def update(self, work: Callable[[], None]) -> Fence:
+        """Queue an update on the CPU lane."""
+        return self._cpu.submit(work)
+
+    def flush(self) -> None:
+        """Wait until every drain has landed; raise what went wrong in one."""
+        while self._drains:
+            fence, _ = self._drains.popleft()
+            fence.wait()
+
+    def stall_seconds(self) -> dict[str, float]:
+        """Seconds for which the compute lane waited, by cause."""
+        return {name: clock.seconds() for name, clock in self._stall.items()}
+
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds in which each lane's thread worked (on CUDA: issued copies)."""
+        return {lane.name: lane.busy_seconds for lane in (self._h2d, self._d2h, self._cpu)}
+
+    def close(self) -> None:
+        for lane in (self._h2d, self._d2h, self._cpu):
+            lane.close()
+
+    def _compute_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def _prefetch(self, home: Home) -> None:
+        keep = [home, *self.predictor.predict(self._depth)]
+        for index, predicted in enumerate(keep):
+            if self.slots.find(predicted) is None:
+                self._fill(predicted, keep=keep[:index])
+
+    def _fill(self, home: Home, keep: list[Home]) -> Slot | None:
+        slot = self.slots.candidate(home, keep)
+        if slot is None:
+            return None
+        if slot.home is not None:
+            slot.free()
+        target, used = slot.buffer[: home.wire.numel()], slot.used
+        filled = self._h2d.submit(lambda: target.copy_(home.wire, non_blocking=True), after=(used, home.updated))
+        slot.fill(home, filled)
+        self.counters.transfer(home.wire.numel())
+        return slot
+
+    def _land(self, home: Home, packet: GradientPacket) -> None:
+        receive = land(home, packet)
+        if self._d2h.stream is not None:
+            self._d2h.stream.synchronize()
+        receive()
+
+
