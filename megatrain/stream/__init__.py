@@ -1,1 +1,0 @@
-"""Lanes, fences, slots, prefetch and drain."""
