@@ -100,12 +100,12 @@ class Recipe:
     output: OutputConfig = field(default_factory=OutputConfig)
     """What is written, and where."""
 
-    name: str = "run"
-    """Used for the default of `output.dir`. Left out: the recipe's file name without its ending."""
+    file: Path
+    """The recipe itself; no key of it."""
 
     @property
     def output_dir(self) -> Path:
-        return Path(self.output.dir or Path("runs") / self.name).expanduser()
+        return Path(self.output.dir or Path("runs") / self.file.stem).expanduser()
 
     def training_arguments(self) -> TrainingArguments:
         """The TrainingArguments of this recipe. Raises UserError for values that transformers refuses."""
@@ -139,15 +139,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     given = _read(path)
     for override in overrides:
         _apply(given, override)
-    given.setdefault("name", path.stem)
-    _check_keys(given, [field.name for field in dataclasses.fields(Recipe)], prefix="")
+    _check_keys(given, [*SECTIONS, "training"], prefix="")
     parts: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         parts[name] = _section(section, given.get(name, {}), name, path)
     parts["training"] = _training(given.get("training", {}))
-    if not isinstance(given["name"], str):
-        raise UserError(f"name: wants text, got {_show(given['name'])}")
-    return Recipe(**parts, name=given["name"])
+    return Recipe(**parts, file=path)
 
 
 def _section(cls: type, given: object, name: str, path: Path) -> Any:

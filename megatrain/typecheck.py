@@ -71,8 +71,9 @@ def _describe_one(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(repr(argument) for argument in arguments)
     if origin in (list, collections.abc.Sequence):
-        inner = describe(arguments[0]).replace("text", "texts").replace("a section", "sections")
-        return f"a list of {inner}" if inner else "a list"
+        plurals = {str: "texts", dict: "sections"}
+        inner = [plurals[item] for item in _alternatives(arguments[0]) if item in plurals]
+        return f"a list of {' or '.join(inner)}" if inner else "a list"
     if (origin or hint) in (dict, collections.abc.Mapping):
         return "a section"
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -117,8 +117,7 @@ class ProgressDisplay(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.start()
@@ -146,6 +145,14 @@ class ProgressDisplay(TrainerCallback):
             f"step {state.global_step}/{state.max_steps}  {self._loss}{self._meter.recent()}  "
             f"{format_seconds(remaining_seconds)} left"
         )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
     def _refresh(self, state: Any) -> None:
         if self._progress is not None:
