@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import platform
 import statistics
 import sys
@@ -51,7 +50,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="add rows that also measure the update-to-weight ratio")
     parser.add_argument("--deepspeed", action="store_true", help="add DeepSpeedCPUAdam in bf16, where installed")
     options = parser.parse_args()
-    num_threads = options.threads or len(os.sched_getaffinity(0))
+    num_threads = CpuUpdater(options.threads).num_threads
     torch.set_num_threads(num_threads)
     print(f"{options.params / 1e6:.0f}M parameters, {num_threads} threads, {cpu_name()}, torch {torch.__version__}")
     print(f"kernel flags: {' '.join(compiler.FLAGS)}")

@@ -6,7 +6,7 @@
 
    One body, `adamw_span`, is inlined with constant formats into a function for each instruction set, where the compiler
    makes a vector loop of it. It is bound by memory: 26 bytes a parameter for a split master with bf16 gradients and fp32
-   moments, 28 for fp32 throughout. Every line is read once and written once, in place; software prefetch made it slower.
+   moments, 28 for fp32 throughout. Every line is read once and written once, in place; software prefetch did not help.
 
    What it gives up: NaNs stay NaNs, with any sign and payload (a split master has one NaN only). */
 
