@@ -40,6 +40,7 @@ def init(
     optimizer_compression: bool | str = False,
     precision: str | None = None,
     device: str | None = None,
+    compile: bool = False,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -51,6 +52,7 @@ def init(
         precision: "fp32" (fp32 throughout, TF32 off), "bf16" (bf16 compute, exact fp32 master), or None: bf16 when
             TrainingArguments.bf16 is set or the model was loaded in bf16, else fp32.
         device: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one.
+        compile: compile each kind of block with torch.compile (faster after a start-up; last bits may differ).
 
     Raises UserError for a setting that cannot work.
     """
@@ -62,6 +64,7 @@ def init(
         optimizer_compression=optimizer_compression,
         precision=precision,
         device=device,
+        compile=compile,
     )
 
 
@@ -135,7 +138,11 @@ def accumulate(
     batches = list(batches)
     num_items = _num_target_tokens(model, batches) if loss_fn is None else None
 
+    # A key-value cache is of no use in training and would hold every layer's keys and values.
+    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
     def run(batch: Mapping[str, Any]) -> torch.Tensor:
+        batch = {**extra, **batch}
         if loss_fn is not None:
             return loss_fn(model(**batch), batch)
         if num_items is not None:
@@ -212,7 +219,7 @@ def _precision(model: nn.Module, config: Config, bf16: bool | None) -> str:
         return config.precision
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if torch.float16 in dtypes:
-        raise UserError("the model was loaded in float16: load it in float32 or bfloat16, or say mt.init(precision=...)")
+        raise UserError("the model is in float16: load it in float32 or bfloat16, or say mt.init(precision=...)")
     return "bf16" if bf16 or torch.bfloat16 in dtypes else "fp32"
 
 

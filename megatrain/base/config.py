@@ -34,9 +34,14 @@ class Config:
     device: str | None = None
     """Where layers run: "cuda", "cuda:1", "cpu". None: CUDA if there is one."""
 
+    compile: bool = False
+    """Compile each kind of block with torch.compile. Faster after a start-up of minutes; last bits may differ."""
+
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
-            raise UserError(f"precision={self.precision!r} is not known: use one of {PRECISIONS}, or None to follow the model")
+            raise UserError(
+                f"precision={self.precision!r} is not known: use one of {PRECISIONS}, or None to follow the model"
+            )
         if self.optimizer_compression not in COMPRESSIONS:
             raise UserError(
                 f"optimizer_compression={self.optimizer_compression!r} is not known: use one of {COMPRESSIONS}"

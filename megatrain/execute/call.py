@@ -57,6 +57,9 @@ class Call:
         self.tensors = [leaves[i] for i in self.positions]
         self._live_leaves = list(leaves)
         self._leaves = [None if isinstance(leaf, torch.Tensor) else fork_cache(leaf) for leaf in leaves]
+        # A cache is addressed by the layer's index, which differs from layer to layer: no template fits.
+        forks = zip(self._leaves, leaves, strict=True)
+        self._has_cache = any(fork is not None and fork is not leaf for fork, leaf in forks)
         self.needs_grad = [tensor.requires_grad for tensor in self.tensors]
         self.context = CallContext(layer.modules, engine.device)
         self.use: Use = engine.passes.use(layer.home)
@@ -70,7 +73,7 @@ class Call:
     def forward(self, weights: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the layer on detached `tensors`; returns its tensor outputs, recorded ones behind the returned ones."""
         versions = [tensor._version for tensor in tensors]
-        inputs = [t.detach().requires_grad_(self.keep_graph and n) for t, n in zip(tensors, self.needs_grad, strict=True)]
+        inputs = self._detached(tensors, requires_grad=self.keep_graph)
         params = self.layer.views(weights, requires_grad=self.keep_graph)
         # The layer gets the caller's own cache, once; the copies in `_leaves` are for recomputations.
         leaves, self._live_leaves = self._live_leaves, []
@@ -128,19 +131,23 @@ class Call:
                 self.collected[i] = grad if self.collected[i] is None else self.collected[i] + grad
 
     def _recompute(self, weights: torch.Tensor, tensors: Sequence[torch.Tensor]) -> KeptGraph:
-        inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, self.needs_grad, strict=True)]
+        inputs = self._detached(tensors, requires_grad=True)
         params = self.layer.views(weights, requires_grad=True)
         leaves = [fork_cache(leaf) for leaf in self._leaves]
         with self.context.restored(), torch.enable_grad():
             flat = self._run(leaves, inputs, params)
         return KeptGraph([leaf for leaf in flat if isinstance(leaf, torch.Tensor)], inputs, params)
 
+    def _detached(self, tensors: Sequence[torch.Tensor], *, requires_grad: bool) -> list[torch.Tensor]:
+        flags = zip(tensors, self.needs_grad, strict=True)
+        return [tensor.detach().requires_grad_(requires_grad and needs) for tensor, needs in flags]
+
     def _run(self, leaves: list[Any], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]) -> list[Any]:
         for position, tensor in zip(self.positions, inputs, strict=True):
             leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         with self.layer.bound(params), recording(self.recorded_keys) as recorded:
-            result = self.layer.run(args, kwargs)
+            result = (self.layer.run if self._has_cache else self.layer.run_training)(args, kwargs)
         flat, self._output_tree = pytree.tree_flatten((result, recorded))
         return flat
 

@@ -25,6 +25,7 @@ from megatrain.execute.fetch import Fetcher
 from megatrain.execute.layer import StreamedLayer
 from megatrain.execute.passes import Passes
 from megatrain.execute.runs import current_run, run_accumulated
+from megatrain.execute.templates import compile_templates, group_templates
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.transport.serial import SerialStream
@@ -73,6 +74,8 @@ class Engine:
         self.num_steps = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._update_report: dict[str, float] = {}
+        if config.compile:
+            compile_templates(layers)
 
     def register(self, model: nn.Module) -> None:
         _engines[model] = self
@@ -170,10 +173,12 @@ class Engine:
             "fp32": "fp32 throughout (TF32 off), exact fp32 moments",
             "bf16": "bf16 compute, exact fp32 master (split 16+16 bits), exact fp32 moments",
         }[self.precision]
-        blocks = sum(layer.kind == "block" for layer in self.layers)
+        templates = group_templates(self.layers)
+        num_blocks = sum(len(members) for members in templates.values())
+        kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
         line = (
-            f"megatrain: {num_parameters / 1e9:.3f}B parameters, {blocks} blocks and {len(self.layers) - blocks} other "
-            f"layers streamed through {self.device}; {how}"
+            f"megatrain: {num_parameters / 1e9:.3f}B parameters, {num_blocks} blocks{kinds} and "
+            f"{len(self.layers) - num_blocks} other layers streamed through {self.device}; {how}"
         )
         if self.config.optimizer_compression:
             line += (

@@ -35,7 +35,8 @@ class StreamedLayer:
         self.home = home
         self.module = found.module
         self.modules = list(found.module.modules())
-        self._forward = type(found.module).forward
+        self.forward = type(found.module).forward
+        self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
         self.fields = list(dict.fromkeys(field for _, _, field in self._places))
 
@@ -44,7 +45,13 @@ class StreamedLayer:
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward that the module's authors wrote. Enter with weights bound."""
-        return self._forward(self.module, *args, **kwargs)
+        return self.forward(self.module, *args, **kwargs)
+
+    def run_training(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`run`, compiled if the engine compiles."""
+        if self.compiled is None:
+            return self.run(args, kwargs)
+        return self.compiled[torch.is_grad_enabled()](self.module, *args, **kwargs)
 
     def views(self, weights: torch.Tensor, *, requires_grad: bool) -> dict[Field, torch.Tensor]:
         """The layer's parameters as views of `weights` (flat uint8 on the device), trainable ones as leaves."""

@@ -136,13 +136,13 @@ def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initiali
         if field is None or field in done:
             continue
         done.add(field)
-        value = use.parameter.data
-        if value.device.type == "meta":
-            assert initialize is not None
-            value = initialize(field.name, torch.Size(field.shape), field.saved_dtype)
-        home.write(field, value)
         home.trainable[field] = use.parameter.requires_grad
-        use.parameter.data = torch.empty(0, dtype=field.saved_dtype)
+        if use.parameter.device.type == "meta":
+            assert initialize is not None
+            home.write(field, initialize(field.name, torch.Size(field.shape), field.saved_dtype))
+            continue
+        home.write(field, use.parameter.data)
+        use.parameter.data = torch.empty(0, dtype=field.saved_dtype, device=use.parameter.device)
         use.parameter.grad = None
     home.version = 0
 

@@ -6,8 +6,8 @@ have come to the layer; then all run it in one visit. The order makes every sum 
 - In a group, micro-batches run last to first. Autograd's backward goes by falling sequence number, so one backward over
   all of them is layer-major by itself, first micro-batch first, as in plain accumulation.
 - The last layer (a head) runs first to last, and each micro-batch's loss and head have their backward at once, in the
-  same visit: the logits of one micro-batch live at a time. That backward only *collects* at the other layers (a router's
-  auxiliary loss comes from there); the collected gradients are roots of the one backward that follows.
+  same visit: the logits of one micro-batch live at a time. That backward only *collects* at the other layers (the
+  auxiliary loss of a router comes from there); the collected gradients are roots of the one backward that follows.
 
 Rule: the order of sums does not depend on slots, lanes or timing. What it gives up: where one micro-batch visits a
 parameter more than once (tied weights, a layer called twice), its parts are added in another order than in plain
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatrain.execute.layer import StreamedLayer
     from megatrain.spec.layout import Field
 
+Edges = list[torch.autograd.graph.GradientEdge | None]
 Roots = list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]
 
 
@@ -42,7 +43,7 @@ class Run(greenlet.greenlet):
         super().__init__(self._main)
         self.gr_context = contextvars.copy_context()
         self.aliases: dict[Field, torch.Tensor] = {}
-        self.calls: list[tuple[Call, list[torch.autograd.graph.GradientEdge], Roots]] = []
+        self.calls: list[tuple[Call, Edges, Edges]] = []
         self.layer: StreamedLayer | None = None
         self.loss: torch.Tensor | None = None
         self.keeps_graph = False
@@ -166,13 +167,18 @@ def _loss_backward(engine: Engine, run: Run, *, last_call_now: bool) -> tuple[to
         call, _, of_inputs = run.calls.pop()
         if call.collected is not None:
             grads = engine.backward_call(call, call.kept.inputs, call.collected)
-            roots += [(e, g) for e, g in zip(of_inputs, grads, strict=True) if e is not None and g is not None]
+            roots += _pairs(of_inputs, grads)
         call.collected = call.kept = None
     for call, of_outputs, _ in run.calls:
         if call.collected is not None:
-            roots += [(e, g) for e, g in zip(of_outputs, call.collected, strict=True) if e is not None and g is not None]
+            roots += _pairs(of_outputs, call.collected)
             call.collected = None
     return loss.detach(), roots
+
+
+def _pairs(edges: Edges, grads: Sequence[torch.Tensor | None]) -> Roots:
+    pairs = zip(edges, grads, strict=True)
+    return [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
 
 
 def _backward(roots: Roots) -> None:

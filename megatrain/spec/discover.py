@@ -150,3 +150,9 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
                 f"{name} is a {type(parameter.data).__name__}: mt.stream takes plain tensors; load the model "
                 "without sharding or quantisation"
             )
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            raise UserError(
+                f"buffer {name} is on the meta device and has no values: build the model with "
+                "accelerate.init_empty_weights(include_buffers=False), which makes buffers for real"
+            )

@@ -82,7 +82,10 @@ class Home:
         """Overwrite the master with `value` (any float dtype, same shape, on any device)."""
         self.updated.wait()
         assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
-        if field.is_split:
+        if field.is_split and value.dtype == torch.bfloat16:
+            self.weights(field).copy_(value.detach())
+            self.low_half(field).zero_()
+        elif field.is_split:
             master = value.detach().to(device="cpu", dtype=torch.float32).contiguous()
             split_(master.view(-1), self.weights(field).view(-1), self.low_half(field))
         else:

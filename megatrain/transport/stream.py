@@ -6,8 +6,8 @@ Lanes: `compute` is the caller; `h2d` fills slots, `d2h` drains gradients, `cpu`
     release: slot.used stands behind the caller's work
     drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab)
 
-Invariants: a slot is refilled only behind `used`; weights are copied only behind `updated`; at most `max_drains` packets
-are in flight. What it gives up: the compute lane is one stream.
+Invariants: a slot is refilled only behind `used`; weights are copied only behind `updated`; at most `max_drains`
+packets are in flight. What it gives up: the compute lane is one stream.
 """
 
 from __future__ import annotations

@@ -1,0 +1,150 @@
+"""Times whole training steps of a Qwen2.5-shaped model with random weights, built straight into their homes.
+
+    python benchmarks/step.py --model 7B --batch 64 --micro-batch 16 --seq 1024 --steps 4
+
+Prints one JSON line: step seconds (the first step is left out), model TFLOPS as published (6 x parameters x tokens) and
+as counted (no look-ups, causal attention), peak device memory, host memory, stalls of the compute lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import psutil
+import torch
+from accelerate import init_empty_weights
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import megatrain as mt
+from megatrain.base.units import GIB
+from megatrain.execute.engine import engine_of
+from megatrain.plan.flops import counted_flops, model_work, published_flops
+
+# hidden, intermediate, layers, heads, key-value heads, tied, vocabulary
+SHAPES = {
+    "tiny": (256, 512, 4, 4, 2, False, 1024),
+    "0.5B": (896, 4864, 24, 14, 2, True, 151936),
+    "1.5B": (1536, 8960, 28, 12, 2, True, 151936),
+    "3B": (2048, 11008, 36, 16, 2, True, 151936),
+    "7B": (3584, 18944, 28, 28, 4, False, 152064),
+    "14B": (5120, 13824, 48, 40, 8, False, 152064),
+}
+
+
+def build(shape: str, seq: int) -> torch.nn.Module:
+    """A streamed model in bf16 with normal(0, 0.02) matrices; nothing is held twice."""
+    hidden, intermediate, layers, heads, kv_heads, tied, vocabulary = SHAPES[shape]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(seq, 4096),
+        attn_implementation="sdpa",
+    )
+    with init_empty_weights(include_buffers=False):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.tie_weights()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def initialize(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        if len(shape) > 1:
+            return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+        return torch.ones(shape, dtype=dtype) if "norm" in name else torch.zeros(shape, dtype=dtype)
+
+    return mt.stream(model, initialize=initialize)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--max-vram-gb", type=float)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--threads", type=int, help="threads of the CPU update")
+    args = parser.parse_args()
+
+    started = time.perf_counter()
+    mt.init(max_vram_gb=args.max_vram_gb, compile=args.compile)
+    model = build(args.model, args.seq)
+    engine = engine_of(model)
+    print(engine.summary(), flush=True)
+    optimizer = mt.optim.AdamW(model, lr=1e-5, weight_decay=0.01, num_threads=args.threads)
+    print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
+
+    torch.manual_seed(1)
+    vocabulary = SHAPES[args.model][-1]
+    ids = torch.randint(0, vocabulary - 64, (args.batch, args.seq)).to(engine.device)
+    batches = [{"input_ids": part, "labels": part} for part in ids.split(args.micro_batch)]
+    seconds, losses = [], []
+    stalls_before: dict[str, float] = {}
+    for step in range(args.steps):
+        if step == 1:
+            _synchronize(engine)
+            stalls_before = engine.transport.stall_seconds()
+        started = time.perf_counter()
+        step_losses = mt.accumulate(model, batches)
+        accumulated = time.perf_counter() - started
+        norm = mt.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in step_losses))
+        # The update of the last layers goes on under the next step's forward: no synchronisation between steps.
+        seconds.append(time.perf_counter() - started)
+        print(
+            f"step {step}: {seconds[-1]:.2f} s (forward+backward {accumulated:.2f}), loss {losses[-1]:.4f}, "
+            f"norm {norm:.3f}",
+            flush=True,
+        )
+    started = time.perf_counter()
+    engine.wait()
+    last_update = time.perf_counter() - started
+    work = model_work(model)
+    median = statistics.median(seconds[1:])
+    stalls = engine.transport.stall_seconds()
+    print(
+        json.dumps(
+            {
+                "args": vars(args),
+                "parameters": work.num_parameters,
+                "step_seconds": [round(s, 3) for s in seconds],
+                "median_seconds": round(median, 3),
+                "last_update_seconds": round(last_update, 3),
+                "tflops_published": round(published_flops(work, ids.numel()) / median / 1e12, 1),
+                "tflops_counted": round(counted_flops(work, [args.seq] * args.batch) / median / 1e12, 1),
+                "tokens_per_second": round(ids.numel() / median),
+                "peak_device_gib": round(_peak_device_bytes() / GIB, 2),
+                "host_rss_gib": round(psutil.Process().memory_info().rss / GIB, 1),
+                "stall_seconds_per_step": {
+                    name: round((value - stalls_before.get(name, 0.0)) / (args.steps - 1), 3)
+                    for name, value in stalls.items()
+                },
+                "losses": [round(loss, 4) for loss in losses],
+            }
+        ),
+        flush=True,
+    )
+
+
+def _synchronize(engine: object) -> None:
+    engine.wait()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _peak_device_bytes() -> int:
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+
+
+if __name__ == "__main__":
+    main()
