@@ -17,6 +17,8 @@ import typer
 
 from megatrain.base.errors import UserError
 
+INTERRUPTED = 130
+
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file. See docs/recipes.md.", metavar="FILE.yaml")],
@@ -46,18 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_command(arguments: list[str]) -> int:
     """Runs the verb. Returns the exit code; anything that is no mistake of the user's is raised."""
     try:
-        return _app()(arguments, prog_name="megatrain", standalone_mode=False) or 0
+        code = _app()(arguments, prog_name="megatrain", standalone_mode=False) or 0
     except UserError as error:
         _print_error(str(error))
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        _print_error("interrupted")
-        return 130
+        code = INTERRUPTED
     except Exception as error:
         if not hasattr(error, "exit_code"):
             raise
         error.show()  # a usage error of the command line itself
         return error.exit_code
+    if code == INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others raise
+        _print_error("interrupted")
+    return code
 
 
 def _app() -> typer.Typer:

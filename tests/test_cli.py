@@ -1,0 +1,278 @@
+"""The command: help, exit codes, a run, its rehearsal, an interrupt."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from command_helpers import files_below, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatrain import cli
+from megatrain.data.build import build_datasets
+from megatrain.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on what another one left in the folder from which it is run."""
+    monkeypatch.chdir(tmp_path)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.run_command([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def in_own_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatrain.cli", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+# Help and exit codes
+
+
+def test_verbs_and_options_change_only_on_purpose() -> None:
+    app = cli._app()
+    verbs = {command.name: command.callback for command in app.registered_commands}
+    assert {name: list(function.__annotations__) for name, function in verbs.items() if function} == {
+        "train": ["recipe", "overrides", "dry_run", "return"]
+    }
+
+
+def test_help_is_lean() -> None:
+    """Neither torch nor transformers is loaded for help or for a recipe that is refused by its keys."""
+    script = (
+        "import sys\n"
+        "from megatrain.cli import run_command\n"
+        "assert run_command(['--help']) == 0\n"
+        "assert run_command(['train', '--help']) == 0\n"
+        "assert run_command(['train', 'nosuch.yaml']) == 2\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "train" in done.stdout and "--dry-run" in done.stdout
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    done = in_own_process("train", recipe, "training.learningrate=1")
+    assert done.returncode == 2
+    assert done.stderr == "error: training.learningrate: unknown key; did you mean training.learning_rate?\n"
+    assert done.stdout == ""
+
+
+def test_an_unknown_verb_or_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["fly"], ["train"], ["train", "--fast", "x.yaml"]):
+        code, _, err = command(capsys, *arguments)
+        assert code == 2 and "Usage: megatrain" in err
+
+
+def test_a_bug_ends_with_its_traceback_and_exit_code_1(tmp_path: Path) -> None:
+    script = (
+        "import megatrain.recipe\n"
+        "def broken(*_):\n    raise RuntimeError('the bug')\n"
+        "megatrain.recipe._read = broken\n"
+        "from megatrain.cli import main\n"
+        "main(['train', 'x.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and done.stderr.endswith("RuntimeError: the bug\n")
+
+
+# Refused before any work
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": {"name": "./no-such-folder"}}, ["model.name", "./no-such-folder", "does not exist"]),
+        ({"data": {"path": "no-such-file.jsonl"}}, ["no-such-file.jsonl", "no such file"]),
+        ({"data": {"path": "empty.txt"}}, ["empty.txt", "nothing to train on"]),
+        ({"data": {"eval_fraction": 0.0}, "training": {"eval_strategy": "epoch"}}, ["eval_strategy", "eval_fraction"]),
+        ({"data": {"sequence_length": 128}}, ["sequence_length is 128", "64 positions"]),
+        ({"training": {"fp16": True}}, ["fp16", "bf16"]),
+        ({"engine": {"device": "abacus"}}, ["abacus", "cuda"]),
+        ({"output": {"dir": "empty.txt"}}, ["output.dir", "is a file"]),
+        ({"output": {"dir": "model"}}, ["output.dir", "earlier run", "output.overwrite=true"]),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], named: list[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    recipe = write_recipe(tmp_path, **changes)
+    before = files_below(tmp_path)
+    code, out, err = command(capsys, "train", recipe)
+    assert code == 2
+    assert all(word in err for word in named), err
+    assert "held out" not in out.replace("held out: ", ""), "a loss was measured before the refusal"
+    assert files_below(tmp_path) == before
+
+
+def test_a_disk_that_is_too_small_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.commands import disk
+
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
+    recipe = write_recipe(tmp_path, training={"save_strategy": "steps", "save_steps": 4})
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 2
+    assert "output.dir" in err and "1000 B are free" in err and "3 checkpoints" in err
+
+
+# A run
+
+
+def test_a_run_learns_says_so_and_saves_what_plain_transformers_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_file = write_recipe(tmp_path, training={"max_steps": 48, "eval_strategy": "steps", "eval_steps": 24})
+    code, out, _ = command(capsys, "train", recipe_file)
+    assert code == 0
+    before, after = map(float, re.findall(r"held out +loss ([\d.]+) (?:before|after) training", out))
+    assert after < before / 2
+    assert f"{before:.4f} -> {after:.4f}" in out
+    assert re.search(r"step 4/48  loss [\d.]+  \S+ tokens/s  \S+ TFLOPS  stall \d+%", out)
+    assert re.search(r"step 24: held-out loss", out)
+    assert "warning" not in out
+    assert f"from local folder {tmp_path}/model" in out
+    first_sample, last_sample = re.findall(r"sample (?:before|after): hello 1\n    (.*)\n", out)
+    assert first_sample != last_sample and "fine" in last_sample
+
+    recipe = load_recipe(recipe_file)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template
+    datasets = build_datasets(recipe.data, tokenizer)
+    plain = transformers.Trainer(
+        model=saved,
+        args=recipe.training_arguments(),
+        eval_dataset=datasets.eval,
+        data_collator=datasets.collator,
+    )
+    assert plain.evaluate()["eval_loss"] == pytest.approx(after, abs=6e-5)  # printed with four digits
+
+
+def test_tokens_are_counted_without_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One epoch trains on every token once."""
+    recipe_file = write_recipe(tmp_path, training={"num_train_epochs": 1, "max_steps": -1}, data={"packing": False})
+    code, out, _ = command(capsys, "train", recipe_file)
+    assert code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    datasets = build_datasets(load_recipe(recipe_file).data, tokenizer)
+    assert re.search(r"tokens trained on +([\d,]+)", out)[1].replace(",", "") == str(datasets.report.train.num_tokens)
+
+
+def test_it_warns_when_the_held_out_loss_does_not_fall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, training={"learning_rate": 0.0, "max_steps": 1})
+    code, out, _ = command(capsys, "train", recipe)
+    assert code == 0
+    assert "warning: the held-out loss did not fall" in out
+
+
+def test_it_warns_when_nothing_is_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, data={"eval_fraction": 0.0}, training={"max_steps": 1}, sample={"prompts": []})
+    code, out, _ = command(capsys, "train", recipe)
+    assert code == 0
+    assert "warning: nothing was held out" in out
+    assert "sample before" not in out
+
+
+def test_an_earlier_model_is_overwritten_only_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, training={"max_steps": 1}, sample={"prompts": []})
+    assert command(capsys, "train", recipe)[0] == 0
+    code, _, err = command(capsys, "train", recipe)
+    assert code == 2 and "earlier run" in err
+    assert command(capsys, "train", recipe, "output.overwrite=true")[0] == 0
+
+
+def test_a_failure_while_training_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain.commands import run
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the step failed")
+
+    monkeypatch.setattr(run.CountingTrainer, "training_step", fail)
+    with pytest.raises(RuntimeError, match="the step failed"):
+        cli.run_command(["train", str(write_recipe(tmp_path))])
+
+
+def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, training={"max_steps": 1_000_000, "logging_steps": 1})
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "megatrain.cli", "train", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        os.kill(process.pid, signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read().splitlines()[-1] == "error: interrupted"
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+# The rehearsal
+
+
+def test_a_dry_run_tries_every_path_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.commands import dry_run, run
+
+    called: list[str] = []
+    for name in ("train", "evaluate", "save_model"):
+        original = getattr(run.CountingTrainer, name)
+
+        def spy(self: Any, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            called.append(_name)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(run.CountingTrainer, name, spy)
+    original_sample = dry_run.generate_sample
+    monkeypatch.setattr(dry_run, "generate_sample", lambda *a: called.append("sample") or original_sample(*a))
+
+    recipe = write_recipe(tmp_path, training={"save_strategy": "epoch", "eval_strategy": "epoch"})
+    before = files_below(tmp_path)
+    code, out, _ = command(capsys, "train", recipe, "--dry-run")
+    assert code == 0
+    assert called == ["train", "evaluate", "sample", "save_model"]
+    assert files_below(tmp_path) == before
+    assert "time, estimated" in out
+    for row in ("moments, fp32", "slots", "trained model", "checkpoint", "free", "tokens a step", "evaluation", "total"):
+        assert row in out, row
+
+
+def test_the_memory_rows_of_a_dry_run_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path)
+    _, out, _ = command(capsys, "train", recipe, "--dry-run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    shown = {
+        name.strip(): float(figure) * units[unit]
+        for name, figure, unit in re.findall(r"host memory +(.+?) {2,}([\d.]+) (\w+)", out)
+        if unit in units
+    }
+    assert shown["moments, fp32"] == pytest.approx(8 * num_parameters, rel=0.02)
+    parts = sum(num_bytes for name, num_bytes in shown.items() if not name.startswith("total"))
+    assert shown["total, activations apart"] == pytest.approx(parts, rel=0.02)
