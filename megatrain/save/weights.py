@@ -1,0 +1,85 @@
+"""Reading saved weights back into a model that is streamed already.
+
+Rule: a parameter that the folder does not have is an error, never a silent leftover of the old weights.
+Host memory grows by one group of tensors, not by the model, except for architectures whose files name their weights
+differently from the live model (fused experts): those are read once as a plain model beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatrain.base.errors import UserError
+from megatrain.base.units import GIB
+
+GROUP_BYTES = GIB
+
+
+def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Copy the weights in `folder` (safetensors, one file or sharded) into `model`, in place.
+
+    Raises UserError when the folder has no weights, or lacks one that the model has.
+    """
+    missing = _missing(model, _copy_groups(model, _tensors(Path(folder))))
+    if missing and hasattr(type(model), "from_pretrained"):
+        missing = _missing(model, _copy_groups(model, _tensors_of_plain(model, folder)))
+    if missing:
+        raise UserError(
+            f"{os.fspath(folder)} lacks {len(missing)} weights of this model, such as {missing[0]}: "
+            "give a folder that was saved from the same architecture"
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a saved model, in order. Raises UserError when there are none."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    raise UserError(f"{folder} has neither model.safetensors nor its index: give the folder of a saved model")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
+def _tensors_of_plain(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    plain = type(model).from_pretrained(folder, dtype="auto")
+    yield from plain.state_dict().items()
+
+
+def _missing(model: nn.Module, seen: set[str]) -> list[str]:
+    """Parameters of which no name is in `seen`; a tied one has several names and is saved under one of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [aliases[0] for aliases in names.values() if seen.isdisjoint(aliases)]
+
+
+def _copy_groups(model: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy tensors into the model, about GROUP_BYTES at a time. Returns the names that were given."""
+    seen: set[str] = set()
+    group: dict[str, torch.Tensor] = {}
+    group_bytes = 0
+    for name, tensor in tensors:
+        seen.add(name)
+        group[name] = tensor
+        group_bytes += tensor.nbytes
+        if group_bytes >= GROUP_BYTES:
+            model.load_state_dict(group, strict=False)
+            group, group_bytes = {}, 0
+    model.load_state_dict(group, strict=False)
+    return seen

@@ -1,0 +1,400 @@
+"""`Trainer`: transformers.Trainer over a streamed model, with the same arguments, callbacks and logs.
+
+What differs from its base class, and nothing else does:
+- the model is streamed in place, never moved, wrapped, autocast or compiled as a whole;
+- all micro-batches of a step run layer-major at the first `training_step` of the step, and the following calls hand
+  back the losses that are known already, so the loop's counters, callbacks and logs stay as they are;
+- the optimizer is a megatrain one, and the clip is the exact global norm over all homes;
+- a checkpoint folder appears only when it is complete, and weights are read back into their homes group by group.
+
+Rule: a micro-batch must not be changed between `get_batch_samples` and `training_step`, because by then it has run.
+It gives up what megatrain/arguments.py refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
+
+from megatrain import api, optim
+from megatrain.arguments import check_arguments
+from megatrain.base.errors import RefusedError, UserError
+from megatrain.execute.engine import Engine, engine_of
+from megatrain.save.folder import whole_folder
+from megatrain.save.weights import read_weights
+
+Batch = dict[str, Any]
+
+
+class Trainer(transformers.Trainer):
+    """Takes what transformers.Trainer takes; see docs/training_arguments.md for each of the arguments.
+
+    A model that is not streamed yet is streamed here, as `megatrain.stream(model)` would with `bf16=args.bf16`.
+    Raises UserError, before any work, for arguments or an optimizer that cannot be honoured.
+    """
+
+    log_layers: bool = True
+    """Hand grad_norm/LAYER and update_ratio/LAYER to callbacks and integrations at every logging step."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> None:
+        if args is None:
+            args = transformers.TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args)
+        given = inspect.signature(transformers.Trainer).bind(model, args, *positional, **keywords).arguments
+        _check_given_optimizer(given, model)
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # else transformers multiplies the batch by the GPUs and wraps the model
+        self._batches: list[Batch] = []
+        self._losses: deque[tuple[Batch, torch.Tensor]] = deque()
+        if model is not None:
+            model = _streamed(model, args)
+        super().__init__(model, args, *positional, **keywords)
+        self._place_layer_reports()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that streams the model."""
+        engine = engine_of(self.model)
+        assert engine is not None, "the model was streamed in __init__ or call_model_init"
+        return engine
+
+    def train(self, *args: Any, **kwargs: Any) -> transformers.trainer_utils.TrainOutput:
+        """Train, as in transformers. Returns when the last update is done and the weights are at home."""
+        print(self.engine.summary(), flush=True)
+        output = super().train(*args, **kwargs)
+        self.engine.wait()
+        return output
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh streamed model from `model_init`. The one before is given up first: two need not fit in memory."""
+        if self.model is not None:
+            self.engine.close()
+            self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
+            for name in ("model", "optimizer", "lr_scheduler"):
+                setattr(self.callback_handler, name, None)
+            self.accelerator.free_memory()
+        return _streamed(super().call_model_init(trial), self.args)
+
+    # Placement: the engine owns it
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # No autocast: the engine computes in its own precision. No placement: it would move the model.
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no", "device_placement": False}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise UserError(
+                "accelerate was configured for DeepSpeed or FSDP (by its launcher or its environment variables); "
+                "weights are streamed here instead: start the script with plain `python`"
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the weights stay in their homes."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model
+
+    # A step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | int | None]:
+        """The micro-batches of the coming step, and the number of target tokens in all of them."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._batches = list(batches)
+        self._losses.clear()
+        return batches, num_items
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Loss of one micro-batch, detached. The first call of a step runs all of its micro-batches.
+
+        Raises RefusedError when it is called with another micro-batch than the one that has run.
+        """
+        if not self._losses:
+            # Called with something else than the loop fetched: it is a step of its own.
+            is_next = bool(self._batches) and self._batches[0] is inputs
+            batches = self._batches if is_next else [inputs]
+            self._batches = []
+            self._losses.extend(zip(batches, self._run_step(model, batches, num_items_in_batch), strict=True))
+        expected, loss = self._losses.popleft()
+        if expected is not inputs:
+            raise RefusedError(
+                "training_step got another micro-batch than get_batch_samples returned, and that one has run already: "
+                "change batches in the data collator or in get_batch_samples"
+            )
+        return loss
+
+    def _run_step(
+        self, model: nn.Module, batches: list[Batch], num_items: torch.Tensor | int | None
+    ) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches. Returns their losses, as scalars on the host."""
+        model.train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        thunks = [functools.partial(self._micro_batch_loss, model, batch, num_items) for batch in batches]
+        losses = self.engine.accumulate(thunks)
+        # One transfer for all: the loop then tests and adds them on the host, without a wait for each.
+        if hasattr(self, "_tr_loss"):
+            self._tr_loss = self._tr_loss.cpu()
+        return list(torch.stack(losses).cpu())
+
+    def _micro_batch_loss(self, model: nn.Module, inputs: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            is_counted = self.model_accepts_loss_kwargs and num_items is not None
+            is_scaled = is_counted or self.compute_loss_func is not None
+        return loss if is_scaled else loss / self.current_gradient_accumulation_steps
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """As in transformers; a module of the user's own may also return the bare loss."""
+        if not isinstance(model, transformers.PreTrainedModel):
+            model = _BareLoss(model)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """6 x parameters without embeddings x tokens, the convention of transformers.
+
+        The parameters are counted once: a walk over the model for each micro-batch takes longer than a small one runs.
+        """
+        main_input = getattr(self.model, "main_input_name", "input_ids")
+        if main_input not in inputs or not hasattr(self.model, "num_parameters"):
+            return 0
+        return 6 * inputs[main_input].numel() * self._num_flop_parameters
+
+    @functools.cached_property
+    def _num_flop_parameters(self) -> int:
+        return self.model.num_parameters(exclude_embeddings=True)
+
+    # Optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """megatrain.optim.AdamW with transformers' two groups: with weight decay, and without."""
+        if self.optimizer is not None:
+            return self.optimizer
+        decayed = set(self.get_decay_parameter_names(self.model))
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        betas = (self.args.adam_beta1, self.args.adam_beta2)
+        optimizer_class, options = self.optimizer_cls_and_kwargs or (
+            optim.AdamW,
+            {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon},
+        )
+        self.optimizer = optimizer_class([group for group in groups if group["params"]], **options)
+        return self.optimizer
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        optimizer = self.create_optimizer()
+        if not is_streamed_optimizer(optimizer):
+            raise UserError(_foreign_optimizer("create_optimizer returned", type(optimizer)))
+        # accelerate takes an optimizer so marked as it is. Its wrapper would copy the state through the device, and
+        # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
+        optimizer._is_accelerate_prepared = True
+        if not hasattr(optimizer, "step_was_skipped"):
+            optimizer.step_was_skipped = False
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return api.clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return grad_norm if grad_norm is not None else api.clip_grad_norm_(self.model, float("inf"))
+
+    # Saving and loading
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them."""
+        with whole_folder(output_dir or self.args.output_dir, keep_others=True) as folder:
+            self._save(str(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """checkpoint-STEP in the output folder, in one piece."""
+        run_dir = self._get_output_dir(trial=trial)
+        target = _checkpoint_dir(run_dir, self.state.global_step)
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._note_best_checkpoint(run_dir, target)
+        with whole_folder(target) as folder:
+            self.save_model(str(folder), _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(str(folder))
+                self._save_rng_state(str(folder))
+            self._note_callback_states()
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(target)
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def _note_best_checkpoint(self, run_dir: str, target: str) -> None:
+        if not self.state.best_global_step:
+            return
+        best = _checkpoint_dir(run_dir, self.state.best_global_step)
+        if best == target or os.path.exists(best):
+            self.state.best_model_checkpoint = best
+
+    def _note_callback_states(self) -> None:
+        states: dict[str, list[dict[str, Any]]] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                states.setdefault(type(callback).__name__, []).append(callback.state())
+        self.state.stateful_callbacks = {name: s if len(s) > 1 else s[0] for name, s in states.items()}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME):
+            if not os.path.isfile(os.path.join(resume_from_checkpoint, name)):
+                raise UserError(
+                    f"{resume_from_checkpoint} has no {name}, so training cannot go on from it exactly (it was saved "
+                    "with save_only_model, or by something else): start a new run from its weights instead"
+                )
+        read_weights(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        read_weights(self.model, self.state.best_model_checkpoint)
+
+    # Logs of layers
+
+    def _place_layer_reports(self) -> None:
+        """Behind the callbacks that print, so that the console is not flooded, and before all others."""
+        if not self.log_layers:
+            return
+        callbacks = self.callback_handler.callbacks
+        console = [callback for callback in callbacks if isinstance(callback, (PrinterCallback, ProgressCallback))]
+        others = [callback for callback in callbacks if callback not in console]
+        self.callback_handler.callbacks = [*console, LayerReports(), *others]
+
+
+class LayerReports(transformers.TrainerCallback):
+    """Adds grad_norm/LAYER and update_ratio/LAYER (|dw| / |w|) to the training logs.
+
+    The logs reach the callbacks in turn as one dict, and this one adds to it; the trainer's own log_history is written
+    before and stays small. A logged step reports its own gradients, and the update before it: its own update is
+    still running then, and waiting for it would stall the device. Both are taken only for steps that `is_logged`
+    foresees; a log that another callback asks for has none.
+    """
+
+    def __init__(self) -> None:
+        self._report: dict[str, float] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        engine = engine_of(model)
+        step = state.global_step + 1
+        steps_per_epoch = _steps_per_epoch(args, kwargs["train_dataloader"])
+        layers = engine.layer_report() if is_logged(step, args, state, steps_per_epoch) else {}
+        self._report = {f"{name}/{layer}": value for layer, values in layers.items() for name, value in values.items()}
+        engine.measure_updates = is_logged(step + 1, args, state, steps_per_epoch)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "grad_norm" in logs:
+            logs.update(self._report)
+
+
+def is_logged(step: int, args: transformers.TrainingArguments, state: Any, steps_per_epoch: int | None) -> bool:
+    """Whether the arguments ask for a log after optimizer step `step`, counted from 1."""
+    if args.logging_first_step and step == 1:
+        return True
+    if args.logging_strategy == "steps":
+        return step % state.logging_steps == 0
+    is_epoch_end = steps_per_epoch is not None and step % steps_per_epoch == 0
+    return args.logging_strategy == "epoch" and (is_epoch_end or step == state.max_steps)
+
+
+def _steps_per_epoch(args: transformers.TrainingArguments, dataloader: Any) -> int | None:
+    if not has_length(dataloader):
+        return None
+    return -(-len(dataloader) // args.gradient_accumulation_steps)
+
+
+class _BareLoss:
+    """A model whose output, where it is a bare tensor, becomes the 1-tuple that transformers expects."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        outputs = self._model(**inputs)
+        return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def is_streamed_optimizer(optimizer: object) -> bool:
+    return isinstance(optimizer, optim.AdamW)
+
+
+def _streamed(model: nn.Module, args: transformers.TrainingArguments) -> nn.Module:
+    """The model, streamed if it was not; `args.device` becomes the engine's device."""
+    if engine_of(model) is None:
+        model = api.stream(model, bf16=args.bf16)
+    engine = engine_of(model)
+    if args.bf16 and engine.precision != "bf16":
+        raise UserError(
+            f"bf16=True, but the model is streamed in {engine.precision}: leave bf16 off, or use "
+            "megatrain.init(precision='bf16') before the model is streamed"
+        )
+    if args.use_cpu and engine.device.type != "cpu":
+        raise UserError(
+            f"use_cpu=True, but the model is streamed on {engine.device}: call megatrain.init(device='cpu') before"
+        )
+    args.__dict__["_setup_devices"] = engine.device  # the cached value behind args.device
+    return model
+
+
+def _check_given_optimizer(given: dict[str, Any], model: nn.Module | None) -> None:
+    optimizer = (given.get("optimizers") or (None, None))[0]
+    optimizer_class = (given.get("optimizer_cls_and_kwargs") or (None, None))[0]
+    if optimizer is not None and not is_streamed_optimizer(optimizer):
+        raise UserError(_foreign_optimizer("optimizers=", type(optimizer)))
+    if optimizer_class is not None and not issubclass(optimizer_class, optim.AdamW):
+        raise UserError(_foreign_optimizer("optimizer_cls_and_kwargs=", optimizer_class))
+
+
+def _foreign_optimizer(source: str, optimizer_class: type) -> str:
+    return (
+        f"{source} {optimizer_class.__module__}.{optimizer_class.__qualname__} cannot update streamed weights. "
+        "Build megatrain.optim.AdamW(model, lr=...) after megatrain.stream(model), or let the Trainer build it"
+    )
+
+
+def _checkpoint_dir(run_dir: str, step: int) -> str:
+    return os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")

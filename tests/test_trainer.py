@@ -1,0 +1,369 @@
+"""megatrain.Trainer against transformers.Trainer on a plain copy of the same model, with the same seed and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from trainer_helpers import (
+    LOSS_RTOL,
+    Blocks,
+    Recorder,
+    arguments,
+    assert_equal_weights,
+    assert_same_logs,
+    llama,
+    rows,
+    train,
+    weights,
+)
+from transformers import LlamaForCausalLM
+
+import megatrain as mt
+
+# Same losses, schedule and events
+
+
+def test_logs_and_events_are_those_of_transformers(tmp_path: Path) -> None:
+    plain, expected = train(transformers.Trainer, tmp_path)
+    streamed, got = train(mt.Trainer, tmp_path)
+    assert_same_logs(plain, streamed)
+    assert got.events == expected.events
+    # 14 rows make 7 micro-batches: the third step of an epoch has one, and its loss is scaled accordingly.
+    assert [entry["step"] for entry in streamed.state.log_history] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def smoothed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    logits = outputs["logits"][:, :-1].flatten(0, 1).float()
+    summed = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)
+    return summed / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({}, {"label_smoothing_factor": 0.1}),
+        ({"compute_loss_func": smoothed_loss}, {}),
+        ({}, {"gradient_accumulation_steps": 1, "adam_beta2": 0.9, "adam_epsilon": 1e-6}),
+        ({}, {"max_grad_norm": 0.0, "lr_scheduler_type": "linear", "max_steps": 4}),
+        ({}, {"logging_strategy": "epoch", "include_num_input_tokens_seen": "all"}),
+        ({}, {"train_sampling_strategy": "sequential", "dataloader_num_workers": 1, "data_seed": 5}),
+        ({}, {"neftune_noise_alpha": 5.0, "gradient_checkpointing": True, "gradient_accumulation_steps": 1}),
+    ],
+    ids=["smoothing", "loss_func", "one_micro_batch", "no_clip", "epoch_logs", "loader", "neftune_checkpointing"],
+)
+def test_arguments_have_the_effect_they_have_in_transformers(
+    tmp_path: Path, given: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    plain, expected = train(transformers.Trainer, tmp_path, given=given, **changes)
+    streamed, got = train(mt.Trainer, tmp_path, given=given, **changes)
+    assert_same_logs(plain, streamed)
+    assert got.events == expected.events
+
+
+class SeededMicroBatches(transformers.Trainer):
+    """transformers.Trainer with a generator for each micro-batch of a step, seeded as the stream seeds it."""
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args)
+        self.seeds = torch.randint(2**62, (len(batches),)).tolist() if len(batches) > 1 else [None]
+        return batches, num_items
+
+    def training_step(self, *args: Any) -> torch.Tensor:
+        seed = self.seeds.pop(0)
+        if seed is None:
+            return super().training_step(*args)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return super().training_step(*args)
+
+
+@pytest.mark.parametrize(("accumulation", "plain_class"), [(1, transformers.Trainer), (3, SeededMicroBatches)])
+def test_dropout_draws_the_same_numbers(tmp_path: Path, accumulation: int, plain_class: type) -> None:
+    changes = {"gradient_accumulation_steps": accumulation}
+    plain, _ = train(plain_class, tmp_path, llama(attention_dropout=0.3), **changes)
+    streamed, _ = train(mt.Trainer, tmp_path, llama(attention_dropout=0.3), **changes)
+    assert_same_logs(plain, streamed)
+
+
+class DoubledLoss:
+    """Mixed into both trainers: an overridden compute_loss that returns a mean over its own micro-batch."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        return (2 * outputs.loss, outputs) if return_outputs else 2 * outputs.loss
+
+
+def test_an_overridden_compute_loss_is_used(tmp_path: Path) -> None:
+    plain, _ = train(type("Plain", (DoubledLoss, transformers.Trainer), {}), tmp_path)
+    streamed, _ = train(type("Streamed", (DoubledLoss, mt.Trainer), {}), tmp_path)
+    assert_same_logs(plain, streamed)
+    assert plain.state.log_history[0]["loss"] > 1.5 * train(mt.Trainer, tmp_path)[0].state.log_history[0]["loss"]
+
+
+@pytest.mark.parametrize("output", ["dict", "tuple", "tensor"])
+def test_a_module_of_the_users_own(tmp_path: Path, output: str) -> None:
+    # A bare tensor is more than transformers takes: there the plain run returns the 1-tuple.
+    plain, _ = train(transformers.Trainer, tmp_path, Blocks("tuple" if output == "tensor" else output))
+    streamed, _ = train(mt.Trainer, tmp_path, Blocks(output), eval_strategy="epoch", given={"eval_dataset": rows(4)})
+    logged = [
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (plain, streamed)
+    ]
+    assert logged[0] == pytest.approx(logged[1], rel=LOSS_RTOL)
+    assert sum("eval_loss" in entry for entry in streamed.state.log_history) == 2
+
+
+def test_nan_losses_are_left_out_of_the_log(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        value = smoothed_loss(outputs, labels, num_items_in_batch)
+        # The third row of the data set makes a NaN whose gradient is fine.
+        return value + torch.where((labels == rows()[2]["labels"]).all(), torch.nan, 0.0)
+
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 7, "logging_steps": 2}
+    plain, _ = train(transformers.Trainer, tmp_path, given={"compute_loss_func": loss}, **changes)
+    streamed, _ = train(mt.Trainer, tmp_path, given={"compute_loss_func": loss}, **changes)
+    assert_same_logs(plain, streamed)
+
+
+# Layer-major steps
+
+
+def test_a_step_visits_a_layer_twice_whatever_the_number_of_micro_batches(tmp_path: Path) -> None:
+    visits = {}
+    for accumulation in (1, 7):
+        changes = {"gradient_accumulation_steps": accumulation, "max_steps": 3, "logging_strategy": "no"}
+        trainer, _ = train(mt.Trainer, tmp_path, **changes)
+        visits[accumulation] = trainer.engine.stats()["visits"]
+    assert visits[1] == visits[7]
+    assert visits[7]["model.layers.0"] == 2 * 3
+
+
+def test_training_step_refuses_a_micro_batch_that_was_changed_after_it_ran(tmp_path: Path) -> None:
+    class Changing(mt.Trainer):
+        def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+            if len(self._losses) == 2:
+                inputs = dict(inputs)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    with pytest.raises(mt.RefusedError, match="data collator"):
+        train(Changing, tmp_path)
+
+
+def test_batches_replaced_after_they_were_fetched_run_as_given(tmp_path: Path) -> None:
+    class Shortening:
+        def get_batch_samples(self, *args: Any) -> Any:
+            batches, num_items = super().get_batch_samples(*args)
+            return [{name: tensor[:, :6] for name, tensor in batch.items()} for batch in batches], num_items
+
+    plain, _ = train(type("Plain", (Shortening, transformers.Trainer), {}), tmp_path)
+    streamed, _ = train(type("Streamed", (Shortening, mt.Trainer), {}), tmp_path)
+    assert_same_logs(plain, streamed)
+
+
+def test_the_summary_is_printed_once_and_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, _ = train(mt.Trainer, tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.startswith(trainer.engine.summary() + "\n")
+    assert printed.count(trainer.engine.summary()) == 1
+
+
+# Optimizer and schedule
+
+
+def test_the_groups_have_the_members_they_have_in_transformers(tmp_path: Path) -> None:
+    groups = []
+    for trainer_class in (transformers.Trainer, mt.Trainer):
+        trainer = trainer_class(model=llama(), args=arguments(tmp_path), train_dataset=rows())
+        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+        optimizer = trainer.create_optimizer()
+        groups.append([(g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in optimizer.param_groups])
+    assert groups[0] == groups[1]
+    assert isinstance(optimizer, mt.optim.AdamW)
+
+
+def test_a_megatrain_optimizer_of_the_users_own_is_used(tmp_path: Path) -> None:
+    model = mt.stream(llama())
+    optimizer = mt.optim.AdamW(model, lr=1e-3)
+    trainer, _ = train(mt.Trainer, tmp_path, model, {"optimizers": (optimizer, None)})
+    assert trainer.optimizer is optimizer
+    # The peak of the schedule is the optimizer's own learning rate.
+    assert max(entry.get("learning_rate", 0) for entry in trainer.state.log_history) == 1e-3
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)},
+        lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+    ],
+    ids=["optimizers", "class"],
+)
+def test_a_foreign_optimizer_is_refused_before_the_model_is_streamed(tmp_path: Path, given: Any) -> None:
+    model = llama()
+    with pytest.raises(mt.UserError, match=r"SGD cannot update streamed weights.*megatrain\.optim\.AdamW"):
+        mt.Trainer(model=model, args=arguments(tmp_path), train_dataset=rows(), **given(model))
+    assert type(model) is LlamaForCausalLM
+    assert type(next(model.parameters())) is nn.Parameter
+
+
+def test_a_foreign_optimizer_from_create_optimizer_is_refused(tmp_path: Path) -> None:
+    class Own(mt.Trainer):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+            return self.optimizer
+
+    with pytest.raises(mt.UserError, match="create_optimizer returned torch.optim.sgd.SGD"):
+        train(Own, tmp_path)
+
+
+def test_without_clipping_the_norm_is_logged_and_nothing_is_clipped(tmp_path: Path) -> None:
+    loose, _ = train(mt.Trainer, tmp_path, max_grad_norm=1e9, max_steps=2)
+    unclipped, _ = train(mt.Trainer, tmp_path, max_grad_norm=0.0, max_steps=2)
+    assert unclipped.state.log_history[0]["grad_norm"] == loose.state.log_history[0]["grad_norm"] > 0
+    assert_equal_weights(weights(unclipped.model), weights(loose.model))
+
+
+def test_a_skipped_step_pauses_the_schedule(tmp_path: Path) -> None:
+    class SkipSecond(transformers.TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **kwargs: Any) -> None:
+            optimizer.step_was_skipped = state.global_step == 1
+
+    trainer = mt.Trainer(model=llama(), args=arguments(tmp_path), train_dataset=rows(), callbacks=[SkipSecond()])
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[1] == rates[2]
+    assert len(set(rates)) == len(rates) - 1
+
+
+# Reports of layers
+
+
+def test_layers_are_reported_to_callbacks_and_not_to_console_or_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, recorder = train(mt.Trainer, tmp_path, max_steps=4, logging_steps=2)
+    first, second = (log for log in recorder.logs if "grad_norm" in log)
+    for log in (first, second):
+        norms = [value for name, value in log.items() if name.startswith("grad_norm/")]
+        assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(log["grad_norm"], rel=1e-5)
+        assert {"grad_norm/model.layers.0", "update_ratio/model.layers.0"} <= log.keys()
+    assert not any("/" in name for entry in trainer.state.log_history for name in entry)
+    assert "grad_norm/" not in capsys.readouterr().out
+
+
+def test_the_update_ratio_is_that_of_the_update_before(tmp_path: Path) -> None:
+    snapshots = []
+
+    class Snapshot(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            snapshots.append(weights(model))
+
+    recorder = Recorder()
+    trainer = mt.Trainer(
+        model=llama(), args=arguments(tmp_path, max_steps=3, logging_steps=3), train_dataset=rows(),
+        callbacks=[Snapshot(), recorder],
+    )  # fmt: skip
+    trainer.train()
+    names = [name for name in snapshots[0] if name.startswith("model.layers.1.")]
+    before, after = (torch.cat([snapshot[name].flatten() for name in names]) for snapshot in snapshots[:2])
+    ratio = ((after - before).norm() / before.norm()).item()
+    assert recorder.logs[0]["update_ratio/model.layers.1"] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_updates_are_measured_only_where_a_log_needs_them(tmp_path: Path) -> None:
+    measured = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            measured.append(trainer.engine.measure_updates)
+
+    trainer = mt.Trainer(
+        model=llama(), args=arguments(tmp_path, logging_steps=3), train_dataset=rows(), callbacks=[Watch()]
+    )
+    trainer.train()
+    assert measured == [False, True, False, False, True, False]
+
+
+def test_layer_reports_can_be_turned_off(tmp_path: Path) -> None:
+    quiet = type("Quiet", (mt.Trainer,), {"log_layers": False})
+    _, recorder = train(quiet, tmp_path, max_steps=2)
+    assert not any("/" in name for log in recorder.logs for name in log)
+
+
+# Evaluation
+
+
+def test_evaluation_between_steps_is_that_of_transformers(tmp_path: Path) -> None:
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 3}
+    given = {"eval_dataset": rows(5)}
+    runs = [
+        train(trainer_class, tmp_path, llama(attention_dropout=0.1), given, **changes)
+        for trainer_class in (SeededMicroBatches, mt.Trainer)
+    ]
+    (plain, expected), (streamed, got) = runs
+    evaluations = [
+        [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        for trainer in (plain, streamed)
+    ]
+    assert len(evaluations[0]) == 4
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=LOSS_RTOL)
+    losses = [
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (plain, streamed)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=LOSS_RTOL)
+    assert got.events == expected.events
+
+
+def test_evaluation_keeps_no_logits_unless_metrics_need_them(tmp_path: Path) -> None:
+    kept = []
+
+    class Watched(mt.Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().prediction_step(*args, **kwargs)
+            kept.append(result[1])
+            return result
+
+    given = {"args": arguments(tmp_path), "eval_dataset": rows(4)}
+    Watched(model=llama(), **given).evaluate()
+    assert kept == [None]
+    metrics = Watched(model=llama(), compute_metrics=lambda p: {"shape": list(p.predictions.shape)}, **given).evaluate()
+    assert metrics["eval_shape"] == [4, 9, 64]
+
+
+# Setting up
+
+
+def test_model_init_makes_a_streamed_model(tmp_path: Path) -> None:
+    runs = []
+    for trainer_class in (transformers.Trainer, mt.Trainer):
+        runs.append(trainer_class(model_init=lambda: llama(), args=arguments(tmp_path), train_dataset=rows()))
+        runs[-1].train()
+    assert_same_logs(*runs)
+
+
+def test_refused_arguments_leave_the_model_alone(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(mt.UserError, match="fp16=True"):
+        mt.Trainer(model=model, args=arguments(tmp_path, fp16=True), train_dataset=rows())
+    assert type(next(model.parameters())) is nn.Parameter
+
+
+def test_bf16_makes_a_bf16_stream_without_autocast(tmp_path: Path) -> None:
+    trainer, _ = train(mt.Trainer, tmp_path, bf16=True, max_steps=2)
+    assert trainer.engine.precision == "bf16"
+    assert trainer.args.bf16
+    assert trainer.accelerator.mixed_precision == "no"
+
+
+def test_bf16_on_an_fp32_stream_is_refused(tmp_path: Path) -> None:
+    model = mt.stream(llama())
+    with pytest.raises(mt.UserError, match=r"bf16=True, but the model is streamed in fp32.*megatrain\.init"):
+        mt.Trainer(model=model, args=arguments(tmp_path, bf16=True), train_dataset=rows())
