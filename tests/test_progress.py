@@ -1,0 +1,177 @@
+"""What a run shows: figures from counters and a clock, plain lines or a bar."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from megatrain.commands.console import make_console, print_fact, print_table
+from megatrain.commands.length import RunLength
+from megatrain.commands.progress import WINDOW_STEPS, ProgressDisplay, Speed, SpeedMeter
+
+
+class Counters:
+    """A clock and two counters that the test moves."""
+
+    seconds, num_tokens, stall_seconds = 100.0, 0, 5.0
+
+    def meter(self) -> SpeedMeter:
+        return SpeedMeter(1_000_000, lambda: self.num_tokens, lambda: self.stall_seconds, lambda: self.seconds)
+
+    def step(self, meter: SpeedMeter, seconds: float, num_tokens: int, stall_seconds: float) -> None:
+        self.seconds += seconds
+        self.num_tokens += num_tokens
+        self.stall_seconds += stall_seconds
+        meter.step()
+
+
+def test_figures_are_what_their_definitions_say() -> None:
+    counters = Counters()
+    meter = counters.meter()
+    counters.seconds += 1000  # before the training: loading, evaluation
+    meter.start()
+    counters.step(meter, seconds=2.0, num_tokens=500, stall_seconds=0.5)
+    counters.step(meter, seconds=2.0, num_tokens=300, stall_seconds=0.5)
+    total = meter.total()
+    assert (total.num_steps, total.num_tokens, total.seconds) == (2, 800, 4.0)
+    assert total.tokens_per_second == 200
+    assert total.model_tflops == pytest.approx(6 * 1_000_000 * 200 / 1e12)
+    assert total.stall_share == 0.25
+
+
+def test_the_bar_shows_the_last_steps_and_the_summary_all() -> None:
+    counters = Counters()
+    meter = counters.meter()
+    meter.start()
+    counters.step(meter, seconds=1000.0, num_tokens=1, stall_seconds=0.0)
+    for _ in range(WINDOW_STEPS):
+        counters.step(meter, seconds=1.0, num_tokens=7, stall_seconds=0.0)
+    assert meter.recent().tokens_per_second == 7
+    assert meter.recent().num_steps == WINDOW_STEPS
+    assert meter.total().num_tokens == 1 + 7 * WINDOW_STEPS
+
+
+def test_no_time_and_no_steps_divide_by_nothing() -> None:
+    speed = Speed(num_steps=0, num_tokens=0, seconds=0.0, stall_seconds=0.0, num_parameters=1)
+    assert (speed.tokens_per_second, speed.model_tflops, speed.stall_share) == (0, 0, 0)
+
+
+def run_display(console: Console) -> None:
+    """Two steps, a log of each, an evaluation."""
+    counters = Counters()
+    meter = counters.meter()
+    state = SimpleNamespace(global_step=0, max_steps=2)
+    with ProgressDisplay(console, meter) as display:
+        display.on_train_begin(None, state, None)
+        for step in (1, 2):
+            state.global_step = step
+            counters.seconds += 2.0
+            counters.num_tokens += 100
+            display.on_step_end(None, state, None)
+            display.on_log(None, state, None, {"loss": 3.0 - step})
+        display.on_log(None, state, None, {"eval_loss": 1.5})
+        display.on_log(None, state, None, {"train_runtime": 4.0})
+        display.on_train_end(None, state, None)
+        console.print("afterwards")
+
+
+def test_without_a_terminal_each_log_is_a_line() -> None:
+    file = io.StringIO()
+    run_display(make_console(file))
+    assert file.getvalue().splitlines() == [
+        "step 1/2  loss 2.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  2.0 s left",
+        "step 2/2  loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  0.0 s left",
+        "step 2: held-out loss 1.5000",
+        "afterwards",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_ends_with_the_training() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, legacy_windows=False)
+    run_display(console)
+    printed = console.file.getvalue()
+    bar, after = printed.rsplit("afterwards", 1)
+    assert "2/2 loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%" in bar
+    assert "training" not in after, "the bar was drawn again after its end"
+    assert "step 1/2" not in printed
+
+
+def test_an_error_ends_the_bar_too() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    display = ProgressDisplay(console, Counters().meter())
+    with pytest.raises(RuntimeError), display:
+        display.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=2), None)
+        raise RuntimeError
+    assert "\x1b[?25h" in console.file.getvalue(), "the cursor was not shown again"
+
+
+def test_plain_output_is_never_cut_or_padded() -> None:
+    file = io.StringIO()
+    console = make_console(file)
+    long_path = "/".join(["folder"] * 60)
+    print_fact(console, "saved", long_path)
+    print_fact(console, "data", "first\nsecond")
+    print_table(console, "summary", {"where": long_path[:50], "steps": "7"})
+    lines = file.getvalue().splitlines()
+    assert lines[:3] == [f"saved       {long_path}", "data        first", "            second"]
+    assert any(line.split() == ["where", long_path[:50]] for line in lines)
+
+
+def arguments(**changes: object) -> SimpleNamespace:
+    settings = dict(
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        dataloader_drop_last=False,
+        max_steps=-1,
+        num_train_epochs=2.0,
+        eval_strategy="no",
+        eval_steps=None,
+        save_strategy="no",
+        save_steps=500,
+        save_total_limit=None,
+    )
+    return SimpleNamespace(**(settings | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_steps", "num_epochs", "tokens_per_step"),
+    [
+        ({}, 8, 2.0, 600),  # 20 rows: 10 batches, 4 steps an epoch
+        ({"max_steps": 10}, 10, 2.5, 600),
+        ({"num_train_epochs": 0.5}, 2, 0.5, 600),
+        ({"per_device_train_batch_size": 8}, 2, 2.0, 2000),
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}, 6, 2.0, 800),
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "dataloader_drop_last": True},
+            4,
+            2.0,
+            800,
+        ),
+    ],
+)
+def test_the_length_of_a_run(
+    changes: dict[str, object], num_steps: int, num_epochs: float, tokens_per_step: float
+) -> None:
+    length = RunLength.of(arguments(**changes), num_rows=20, num_tokens=2000)
+    assert (length.num_steps, length.num_epochs, length.tokens_per_step) == (num_steps, num_epochs, tokens_per_step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_checkpoints"),
+    [
+        ({}, 0),
+        ({"save_strategy": "steps"}, 1),
+        ({"save_strategy": "steps", "save_steps": 2}, 4),
+        ({"save_strategy": "steps", "save_steps": 0.25}, 4),
+        ({"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}, 2),
+        ({"save_strategy": "epoch"}, 2),
+        ({"save_strategy": "epoch", "save_total_limit": 5}, 2),
+        ({"save_strategy": "best"}, 2),
+    ],
+)
+def test_checkpoints_on_the_disk_at_one_time(changes: dict[str, object], num_checkpoints: int) -> None:
+    length = RunLength.of(arguments(**changes), num_rows=20, num_tokens=2000)
+    assert length.num_checkpoints(arguments(**changes)) == num_checkpoints
