@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 120
 NAME_WIDTH = 11
+INDENT = 4
 
 
 def make_console(file: TextIO | None = None) -> Console:
@@ -40,12 +41,16 @@ def print_fact(console: Console, name: str, text: str) -> None:
     console.print(grid)
 
 
-def print_block(console: Console, text: str, indent: int = 4) -> None:
+def print_block(console: Console, text: str) -> None:
     """Text of several lines, indented, with an empty line after it."""
+    from rich.padding import Padding
     from rich.text import Text
 
+    if console.is_terminal:
+        console.print(Padding(Text(text, style="cyan"), (0, 0, 1, INDENT)))
+        return
     for line in text.splitlines():
-        console.print(Text(" " * indent + line if line.strip() else "", style="cyan"), soft_wrap=True)
+        console.print(Text(" " * INDENT + line if line.strip() else ""), soft_wrap=True)
     console.print()
 
 
