@@ -18,6 +18,7 @@ import inspect
 import os
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +27,19 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import api, optim
 from megatrain.arguments import check_arguments
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine, engine_of
+from megatrain.layer_reports import LayerReports
 from megatrain.save.folder import whole_folder
-from megatrain.save.weights import read_weights
+from megatrain.save.weights import read_low_halves, read_weights, save_low_halves
 
 Batch = dict[str, Any]
+
+_OPTIMIZERS = tuple(getattr(optim, name) for name in optim.__all__)
 
 
 class Trainer(transformers.Trainer):
@@ -218,8 +222,7 @@ class Trainer(transformers.Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         optimizer = self.create_optimizer()
-        if not is_streamed_optimizer(optimizer):
-            raise UserError(_foreign_optimizer("create_optimizer returned", type(optimizer)))
+        _check_optimizer("create_optimizer returned", optimizer, self.model)
         # accelerate takes an optimizer so marked as it is. Its wrapper would copy the state through the device, and
         # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
         optimizer._is_accelerate_prepared = True
@@ -242,6 +245,14 @@ class Trainer(transformers.Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if state_dict is None and not isinstance(self.model, transformers.PreTrainedModel):
+            # transformers writes the state of a plain module as it is, and a file cannot hold a tied weight twice.
+            once = {name for name, _ in self.model.named_parameters()}
+            again = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
+            state_dict = {name: tensor for name, tensor in self.model.state_dict().items() if name not in again}
+        super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """checkpoint-STEP in the output folder, in one piece."""
         run_dir = self._get_output_dir(trial=trial)
@@ -253,6 +264,7 @@ class Trainer(transformers.Trainer):
             self.save_model(str(folder), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(folder))
+                save_low_halves(self.engine, folder)
                 self._save_rng_state(str(folder))
             self._note_callback_states()
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
@@ -287,9 +299,20 @@ class Trainer(transformers.Trainer):
                     "with save_only_model, or by something else): start a new run from its weights instead"
                 )
         read_weights(self.model, resume_from_checkpoint)
+        read_low_halves(self.engine, Path(resume_from_checkpoint), required=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        # Mapped, not read: the saved moments need not fit beside those at home.
+        path = os.path.join(checkpoint, OPTIMIZER_NAME)
+        self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_best_model(self) -> None:
-        read_weights(self.model, self.state.best_model_checkpoint)
+        best = Path(self.state.best_model_checkpoint)
+        read_weights(self.model, best)
+        read_low_halves(self.engine, best, required=False)
 
     # Logs of layers
 
@@ -301,47 +324,6 @@ class Trainer(transformers.Trainer):
         console = [callback for callback in callbacks if isinstance(callback, (PrinterCallback, ProgressCallback))]
         others = [callback for callback in callbacks if callback not in console]
         self.callback_handler.callbacks = [*console, LayerReports(), *others]
-
-
-class LayerReports(transformers.TrainerCallback):
-    """Adds grad_norm/LAYER and update_ratio/LAYER (|dw| / |w|) to the training logs.
-
-    The logs reach the callbacks in turn as one dict, and this one adds to it; the trainer's own log_history is written
-    before and stays small. A logged step reports its own gradients, and the update before it: its own update is
-    still running then, and waiting for it would stall the device. Both are taken only for steps that `is_logged`
-    foresees; a log that another callback asks for has none.
-    """
-
-    def __init__(self) -> None:
-        self._report: dict[str, float] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        engine = engine_of(model)
-        step = state.global_step + 1
-        steps_per_epoch = _steps_per_epoch(args, kwargs["train_dataloader"])
-        layers = engine.layer_report() if is_logged(step, args, state, steps_per_epoch) else {}
-        self._report = {f"{name}/{layer}": value for layer, values in layers.items() for name, value in values.items()}
-        engine.measure_updates = is_logged(step + 1, args, state, steps_per_epoch)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "grad_norm" in logs:
-            logs.update(self._report)
-
-
-def is_logged(step: int, args: transformers.TrainingArguments, state: Any, steps_per_epoch: int | None) -> bool:
-    """Whether the arguments ask for a log after optimizer step `step`, counted from 1."""
-    if args.logging_first_step and step == 1:
-        return True
-    if args.logging_strategy == "steps":
-        return step % state.logging_steps == 0
-    is_epoch_end = steps_per_epoch is not None and step % steps_per_epoch == 0
-    return args.logging_strategy == "epoch" and (is_epoch_end or step == state.max_steps)
-
-
-def _steps_per_epoch(args: transformers.TrainingArguments, dataloader: Any) -> int | None:
-    if not has_length(dataloader):
-        return None
-    return -(-len(dataloader) // args.gradient_accumulation_steps)
 
 
 class _BareLoss:
@@ -356,10 +338,6 @@ class _BareLoss:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-def is_streamed_optimizer(optimizer: object) -> bool:
-    return isinstance(optimizer, optim.AdamW)
 
 
 def _streamed(model: nn.Module, args: transformers.TrainingArguments) -> nn.Module:
@@ -383,16 +361,25 @@ def _streamed(model: nn.Module, args: transformers.TrainingArguments) -> nn.Modu
 def _check_given_optimizer(given: dict[str, Any], model: nn.Module | None) -> None:
     optimizer = (given.get("optimizers") or (None, None))[0]
     optimizer_class = (given.get("optimizer_cls_and_kwargs") or (None, None))[0]
-    if optimizer is not None and not is_streamed_optimizer(optimizer):
-        raise UserError(_foreign_optimizer("optimizers=", type(optimizer)))
-    if optimizer_class is not None and not issubclass(optimizer_class, optim.AdamW):
+    if optimizer is not None:
+        _check_optimizer("optimizers=", optimizer, model)
+    if optimizer_class is not None and not issubclass(optimizer_class, _OPTIMIZERS):
         raise UserError(_foreign_optimizer("optimizer_cls_and_kwargs=", optimizer_class))
 
 
+def _check_optimizer(source: str, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
+    if not isinstance(optimizer, _OPTIMIZERS):
+        raise UserError(_foreign_optimizer(source, type(optimizer)))
+    own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UserError(f"{source} an optimizer of another model: build it from the model that the Trainer gets")
+
+
 def _foreign_optimizer(source: str, optimizer_class: type) -> str:
+    names = ", ".join(f"megatrain.optim.{available.__name__}" for available in _OPTIMIZERS)
     return (
         f"{source} {optimizer_class.__module__}.{optimizer_class.__qualname__} cannot update streamed weights. "
-        "Build megatrain.optim.AdamW(model, lr=...) after megatrain.stream(model), or let the Trainer build it"
+        f"Available: {names}. Build one from the model after megatrain.stream(model), or let the Trainer build it"
     )
 
 

@@ -214,6 +214,12 @@ def test_a_foreign_optimizer_is_refused_before_the_model_is_streamed(tmp_path: P
     assert type(next(model.parameters())) is nn.Parameter
 
 
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = mt.optim.AdamW(mt.stream(llama()))
+    with pytest.raises(mt.UserError, match="optimizer of another model"):
+        mt.Trainer(model=llama(), args=arguments(tmp_path), train_dataset=rows(), optimizers=(optimizer, None))
+
+
 def test_a_foreign_optimizer_from_create_optimizer_is_refused(tmp_path: Path) -> None:
     class Own(mt.Trainer):
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from trainer_helpers import (
     Blocks,
     arguments,
@@ -58,11 +59,15 @@ def test_save_model_beside_checkpoints_keeps_them(tmp_path: Path) -> None:
     assert_equal_weights(weights(LlamaForCausalLM.from_pretrained(tmp_path)), weights(trainer.model))
 
 
-def test_a_plain_module_is_saved_and_read_back(tmp_path: Path) -> None:
-    trainer, _ = train(mt.Trainer, tmp_path, Blocks("dict"), save_strategy="epoch")
-    from safetensors.torch import load_file
-
-    assert_equal_weights(load_file(tmp_path / "checkpoint-6" / "model.safetensors"), weights(trainer.model))
+def test_a_plain_module_with_tied_weights_is_saved_and_read_back(tmp_path: Path) -> None:
+    changes = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    changes |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    given = {"eval_dataset": rows(4)}
+    trainer, _ = train(mt.Trainer, tmp_path, Blocks("dict", tied=True), given, **changes)
+    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    state = weights(trainer.model)
+    assert state.keys() - saved.keys() == {"head.weight"}
+    assert_equal_weights(saved | {"head.weight": saved["embedding.weight"]}, state)
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
@@ -95,14 +100,21 @@ def test_a_checkpoint_on_a_signal_takes_the_place_of_its_marker(tmp_path: Path) 
 # Resuming
 
 
-@pytest.mark.parametrize("at_step", [2, 3], ids=["within_an_epoch", "between_epochs"])
-def test_a_resumed_run_ends_bit_equal(tmp_path: Path, at_step: int) -> None:
-    model = {"attention_dropout": 0.2}
-    whole, _ = train(mt.Trainer, tmp_path / "whole", llama(**model))
-    train(mt.Trainer, tmp_path / "part", llama(**model), save_strategy="steps", save_steps=at_step)
-    resumed = mt.Trainer(model=llama(**model), args=arguments(tmp_path / "part"), train_dataset=rows())
+@pytest.mark.parametrize(
+    ("at_step", "dtype"),
+    [(2, torch.float32), (3, torch.float32), (2, torch.bfloat16)],
+    ids=["within_an_epoch", "between_epochs", "loaded_in_bf16"],
+)
+def test_a_resumed_run_ends_bit_equal(tmp_path: Path, at_step: int, dtype: torch.dtype) -> None:
+    def make() -> LlamaForCausalLM:
+        return llama(attention_dropout=0.2).to(dtype)
+
+    whole, _ = train(mt.Trainer, tmp_path / "whole", make())
+    train(mt.Trainer, tmp_path / "part", make(), save_strategy="steps", save_steps=at_step)
+    resumed = mt.Trainer(model=make(), args=arguments(tmp_path / "part"), train_dataset=rows())
     resumed.train(resume_from_checkpoint=str(tmp_path / "part" / f"checkpoint-{at_step}"))
-    assert_equal_weights(weights(resumed.model), weights(whole.model))
+    assert_equal_weights(mt.full_state_dict(resumed.model), mt.full_state_dict(whole.model))
+    assert mt.full_state_dict(whole.model)["lm_head.weight"].dtype == torch.float32  # the exact masters
     assert [e["loss"] for e in resumed.state.log_history if "loss" in e] == [
         e["loss"] for e in whole.state.log_history if "loss" in e
     ]

@@ -1,4 +1,4 @@
-"""Reading saved weights back into a model that is streamed already.
+"""Reading saved weights back into a model that is streamed already, and the bits of its masters that they lack.
 
 Rule: a parameter that the folder does not have is an error, never a silent leftover of the old weights.
 Host memory grows by one group of tensors, not by the model, except for architectures whose files name their weights
@@ -17,8 +17,13 @@ from torch import nn
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import GIB
+from megatrain.execute.engine import Engine
+from megatrain.execute.model import StreamedModel
+from megatrain.spec.layout import Field
+from megatrain.store.home import Home
 
 GROUP_BYTES = GIB
+LOW_HALVES_NAME = "master_low_halves.safetensors"
 
 
 def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -34,6 +39,43 @@ def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             f"{os.fspath(folder)} lacks {len(missing)} weights of this model, such as {missing[0]}: "
             "give a folder that was saved from the same architecture"
         )
+
+
+def save_low_halves(engine: Engine, folder: Path) -> None:
+    """Write the low halves of the split masters that are saved as their bf16 high halves (2 bytes a parameter).
+
+    High halves are the masters rounded to nearest, so both together are the exact master. Nothing is written when all
+    weights are saved in fp32.
+    """
+    from safetensors.torch import save_file
+
+    engine.wait()
+    if halves := {field.name: home.low_half(field) for home, field in _cut_fields(engine)}:
+        save_file(halves, folder / LOW_HALVES_NAME)
+
+
+def read_low_halves(engine: Engine, folder: Path, *, required: bool) -> None:
+    """Complete the masters after `read_weights`, if any of them is saved as bf16.
+
+    Raises UserError when `required` and `folder` lacks them.
+    """
+    from safetensors import safe_open
+
+    cut = list(_cut_fields(engine))
+    path = folder / LOW_HALVES_NAME
+    if not cut or not (path.is_file() or required):
+        return
+    if not path.is_file():
+        raise UserError(f"{folder} has no {LOW_HALVES_NAME}, so its bf16 weights lack half of their fp32 masters")
+    engine.wait()
+    with safe_open(path, framework="pt") as file:
+        for home, field in cut:
+            home.low_half(field).copy_(file.get_tensor(field.name))
+
+
+def _cut_fields(engine: Engine) -> Iterator[tuple[Home, Field]]:
+    for home in engine.homes:
+        yield from ((home, field) for field in home.fields if field.is_split and field.saved_dtype == torch.bfloat16)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -57,8 +99,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_of_plain(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    plain = type(model).from_pretrained(folder, dtype="auto")
-    yield from plain.state_dict().items()
+    plain_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, StreamedModel))
+    yield from plain_class.from_pretrained(folder, dtype="auto").state_dict().items()
 
 
 def _missing(model: nn.Module, seen: set[str]) -> list[str]:
