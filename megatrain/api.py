@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import os
@@ -22,7 +23,7 @@ from megatrain.execute.model import (
     named_home_parameters,
     replace_parameters,
 )
-from megatrain.plan.rows import check_device_memory, host_bytes
+from megatrain.plan.rows import activation_bytes, check_device_memory, host_bytes
 from megatrain.spec.discover import check_weights, find_layers
 from megatrain.spec.homes import plan_homes
 from megatrain.store.home import Home
@@ -113,6 +114,7 @@ def stream(
         precision=precision,
         config=config,
         options=options,
+        activation_bytes=activation_bytes(plans, _device_bytes(device, config), options),
     )
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
@@ -200,7 +202,7 @@ def _engine(model: nn.Module) -> Engine:
 
 def _device(config: Config) -> torch.device:
     if config.device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = dataclasses.replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(config.device)
     except RuntimeError as error:
@@ -211,7 +213,8 @@ def _device(config: Config) -> torch.device:
         raise UserError(f"device={config.device!r}: PyTorch sees no CUDA device; use device='cpu' or None")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device={config.device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    # Streams and memory limits belong to one device: name it.
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _precision(model: nn.Module, config: Config, bf16: bool | None) -> str:
@@ -221,6 +224,13 @@ def _precision(model: nn.Module, config: Config, bf16: bool | None) -> str:
     if torch.float16 in dtypes:
         raise UserError("the model is in float16: load it in float32 or bfloat16, or say mt.init(precision=...)")
     return "bf16" if bf16 or torch.bfloat16 in dtypes else "fp32"
+
+
+def _device_bytes(device: torch.device, config: Config) -> int | None:
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return min(free_bytes, config.max_vram_bytes or free_bytes)
+    return None
 
 
 def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:

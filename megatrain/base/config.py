@@ -75,6 +75,9 @@ class StreamOptions:
     max_drains: int = 2
     """Layers whose gradients may be on their way to the host before the compute lane has to wait."""
 
+    activation_bytes: int | None = None
+    """Boundary activations that may stay on the device. None: a share of the device memory that is left."""
+
     poison: bool = False
     """Fill a slot with NaN when it is freed, so that a stale read shows."""
 

@@ -161,7 +161,11 @@ class LayerFunction(torch.autograd.Function):
         with call.engine.visit(call.layer) as weights:
             outputs = call.forward(weights, tensors)
         ctx.call = call
-        ctx.save_for_backward(*tensors)
+        # An input that gets a gradient is a boundary activation, and may go to the host; masks and such are shared.
+        keep = call.engine.activations.keep
+        ctx.boundaries = [keep(t) if needs else None for t, needs in zip(tensors, call.needs_grad, strict=True)]
+        is_away = [boundary is not None and boundary.host is not None for boundary in ctx.boundaries]
+        ctx.save_for_backward(*(None if away else t for t, away in zip(tensors, is_away, strict=True)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
         return outputs
@@ -173,4 +177,12 @@ class LayerFunction(torch.autograd.Function):
         if call.engine.is_collecting:
             call.collect(grads)
             return (None, None, *[None] * len(call.needs_grad))
-        return (None, None, *call.engine.backward_call(call, ctx.saved_tensors, grads))
+        take = call.engine.activations.take
+        pairs = zip(ctx.saved_tensors, ctx.boundaries, strict=True)
+        tensors = [take(boundary) if saved is None else saved for saved, boundary in pairs]
+        input_grads = call.engine.backward_call(call, tensors, grads)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            for boundary in ctx.boundaries:
+                if boundary is not None:
+                    boundary.release()
+        return (None, None, *input_grads)

@@ -28,6 +28,7 @@ from megatrain.execute.runs import current_run, run_accumulated
 from megatrain.execute.templates import compile_templates, group_templates
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
+from megatrain.transport.activations import ActivationStore
 from megatrain.transport.serial import SerialStream
 from megatrain.transport.stream import LaneStream
 
@@ -45,6 +46,7 @@ class Engine:
         homes: all homes; `resident` is the one of them whose weights stay on the device (None if there is none).
         layers: the streamed layers in order of definition.
         precision: "fp32" or "bf16".
+        activation_bytes: boundary activations that may stay on the device.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         precision: str,
         config: Config,
         options: StreamOptions,
+        activation_bytes: int,
     ) -> None:
         self.homes, self.layers, self.device = homes, layers, device
         self.precision, self.config, self.options = precision, config, options
@@ -66,6 +69,13 @@ class Engine:
             SerialStream(device) if options.serial else LaneStream(streamed, block_bytes, device, options)
         )
         self.passes = Passes(device, self.transport.drain)
+        self.activations = ActivationStore(
+            memory=homes[0].memory,
+            device=device,
+            budget_bytes=activation_bytes,
+            send=self.transport.send,
+            bring=self.transport.bring,
+        )
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
@@ -198,6 +208,7 @@ class Engine:
             "num_drains": counters.num_drains,
             "drained_bytes": counters.drained_bytes,
             "num_fetches": counters.num_fetches,
+            "offloaded_activation_bytes": self.activations.offloaded_bytes,
             "stall_seconds": self.transport.stall_seconds(),
             "busy_seconds": self.transport.busy_seconds(),
         }

@@ -12,6 +12,12 @@ from megatrain.spec.homes import HomePlan
 from megatrain.spec.layout import wire_bytes
 
 
+UNBOUNDED = 2**62
+BOUNDARY_SHARE = 0.4
+"""Of the device memory beside slots and gradients: boundary activations. The rest is the working set of one layer and
+one micro-batch's loss, which is not known before a batch is seen."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of the plan."""
@@ -72,6 +78,20 @@ def check_device_memory(plans: list[HomePlan], config: Config, options: StreamOp
         f"max_vram_gb={config.max_vram_gb:g} is too small for one layer: {largest.name!r} and its gradients need "
         f"{needed_bytes / GB:.3g} GB (plus activations)"
     )
+
+
+def activation_bytes(plans: list[HomePlan], device_bytes: int | None, options: StreamOptions) -> int:
+    """Boundary activations that may stay on the device; what is left is for the layer at work and the loss.
+
+    Args:
+        device_bytes: device memory that may be used in all; None is without bound (the host is the device).
+    """
+    if options.activation_bytes is not None:
+        return options.activation_bytes
+    if device_bytes is None:
+        return UNBOUNDED
+    fixed_bytes = _slot_bytes(plans, options) + _gradient_bytes(plans, 4, options)
+    return max(0, int(BOUNDARY_SHARE * (device_bytes - fixed_bytes)))
 
 
 def _slot_bytes(plans: list[HomePlan], options: StreamOptions) -> int:

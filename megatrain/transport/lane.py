@@ -84,6 +84,7 @@ class Lane:
 
 
 def _work(lane_ref: weakref.ref[Lane], work_queue: queue.SimpleQueue) -> None:
+    torch.set_grad_enabled(False)  # of this thread: lanes move bytes
     while (item := work_queue.get()) is not None:
         lane = lane_ref()
         if lane is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain.base.config import StreamOptions
+from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
@@ -105,6 +106,24 @@ class LaneStream:
         home.grads.arrived = fence
         self._drains.append((fence, packet))
         self.counters.drain(packet.num_bytes)
+
+    def send(self, tensor: torch.Tensor, host: torch.Tensor) -> Fence:
+        """Copy an activation to the host, behind the caller's work so far."""
+        version = tensor._version
+
+        def copy() -> None:
+            host.copy_(tensor, non_blocking=True)
+            if tensor._version != version:
+                raise UserError(
+                    "the model changes a layer's input in place after the layer has run: write x = x + y for x += y"
+                )
+
+        return self._d2h.submit(copy, after=(Fence.on_current_stream(self.device),))
+
+    def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
+        """Copy an activation back into `tensor`, whose memory the caller's stream may still be reading for others."""
+        computed = Fence.on_current_stream(self.device)
+        return self._h2d.submit(lambda: tensor.copy_(host, non_blocking=True), after=(computed, sent))
 
     def update(self, work: Callable[[], None]) -> Fence:
         """Queue an update on the CPU lane."""

@@ -1,0 +1,196 @@
+"""What only a GPU can show: the stream equals its serial twin and plain PyTorch there, then figures.
+
+    python scripts/gpu_check.py correctness
+    python scripts/gpu_check.py figures --only 3B
+
+Prints one line a check and exits with 1 if one failed. Figures are JSON lines of benchmarks/step.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import megatrain as mt
+from megatrain.api import stream
+from megatrain.base.config import StreamOptions
+from megatrain.execute.engine import engine_of
+
+FIGURES = {
+    "3B": ["--model", "3B", "--batch", "32", "--micro-batch", "8"],
+    "3B-compiled": ["--model", "3B", "--batch", "32", "--micro-batch", "8", "--compile"],
+    "3B-32x1": ["--model", "3B", "--batch", "32", "--micro-batch", "1"],
+    "7B": ["--model", "7B", "--batch", "64", "--micro-batch", "16"],
+    "7B-compiled": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--compile"],
+    "7B-24GB": ["--model", "7B", "--batch", "64", "--micro-batch", "1", "--max-vram-gb", "24"],
+}
+
+
+def llama(dropout: float = 0.0) -> torch.nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
+                    num_key_value_heads=4, vocab_size=1000, attention_dropout=dropout, attn_implementation="eager")
+    )  # fmt: skip
+
+
+def gemma() -> torch.nn.Module:
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+                         head_dim=32,
+                         num_key_value_heads=2, vocab_size=500, sliding_window=16, tie_word_embeddings=False,
+                         attn_implementation="eager")
+    )  # fmt: skip
+
+
+def mixtral() -> torch.nn.Module:
+    return MixtralForCausalLM(
+        MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+                      num_key_value_heads=2, vocab_size=500, num_local_experts=4, output_router_logits=True,
+                      attn_implementation="eager")
+    )  # fmt: skip
+
+
+def batches(vocabulary: int, lengths: tuple[int, ...] = (70, 120, 96, 33)) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randint(0, vocabulary, (2, n), generator=generator).cuda() for n in lengths]
+    return [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in made]
+
+
+def plain_gradients(model: torch.nn.Module, data: list[dict], seeds: list[int]) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(model).cuda().train()
+    total = sum(batch["labels"][:, 1:].ne(-100).sum() for batch in data)
+    for batch, seed in zip(data, seeds, strict=True):
+        torch.manual_seed(seed)
+        model(**batch, num_items_in_batch=total).loss.backward()
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_gradients(make: Callable[[], torch.nn.Module]) -> str:
+    """fp32, layer-major accumulation: bit-equal to plain accumulation on the GPU."""
+    torch.manual_seed(0)
+    model = make()
+    data = batches(model.config.vocab_size)
+    torch.manual_seed(5)
+    seeds = torch.randint(2**62, (len(data),)).tolist()
+    expected = plain_gradients(model, data, seeds)
+    mt.init(precision="fp32")
+    model = mt.stream(copy.deepcopy(model)).train()
+    torch.manual_seed(5)
+    mt.accumulate(model, data)
+    got = dict(mt.named_gradients(model))
+    different = [name for name in expected if not torch.equal(expected[name], got[name])]
+    worst = max((float((expected[n] - got[n]).abs().max()) for n in expected), default=0.0)
+    assert got.keys() == expected.keys()
+    return "" if not different else f"{len(different)} of {len(expected)} gradients differ, at most {worst:.2e}"
+
+
+def trained(make: Callable, precision: str, options: StreamOptions, compiled: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = make()
+    mt.init(precision=precision, compile=compiled)
+    stream(model, options=options)
+    optimizer = mt.optim.AdamW(model, lr=1e-3, weight_decay=0.1)
+    data = batches(model.config.vocab_size)
+    torch.manual_seed(7)
+    for _ in range(4):
+        mt.accumulate(model, data)
+        mt.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = mt.full_state_dict(model)
+    engine_of(model).close()
+    return state
+
+
+def check_twin(make: Callable, precision: str) -> str:
+    """Four steps: the lanes, with delays and poisoned slots, bit-equal to the serial twin."""
+    truth = trained(make, precision, StreamOptions(serial=True))
+    for num_slots, max_drains in ((1, 1), (3, 2), (5, 3)):
+        options = StreamOptions(
+            num_slots=num_slots,
+            max_drains=max_drains,
+            poison=True,
+            lane_delay_seconds=0.005,
+            activation_bytes=None if num_slots == 3 else num_slots * 2**18,
+        )
+        state = trained(make, precision, options)
+        different = [name for name in truth if not torch.equal(truth[name], state[name])]
+        if different:
+            return f"{len(different)} weights differ with {num_slots} slots: {different[:3]}"
+    return ""
+
+
+def check_compiled() -> str:
+    """Compiled templates: no fall-back to eager, and weights near those of eager bf16 training."""
+    truth = trained(llama, "bf16", StreamOptions())
+    state = trained(llama, "bf16", StreamOptions(), compiled=True)
+    worst = max(float((truth[n] - state[n]).norm() / truth[n].norm().clamp(min=1e-6)) for n in truth)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # Two callables, and one more each when the second length makes the shape dynamic.
+    return "" if worst < 0.05 and graphs <= 4 else f"relative difference {worst:.3f}, {graphs} graphs"
+
+
+def run_correctness() -> bool:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    checks = {
+        "gradients llama fp32": lambda: check_gradients(llama),
+        "gradients llama fp32 dropout": lambda: check_gradients(lambda: llama(0.1)),
+        "gradients gemma3 fp32": lambda: check_gradients(gemma),
+        "gradients mixtral fp32, router loss": lambda: check_gradients(mixtral),
+        "twin llama fp32": lambda: check_twin(llama, "fp32"),
+        "twin llama bf16 dropout": lambda: check_twin(lambda: llama(0.1), "bf16"),
+        "twin mixtral bf16": lambda: check_twin(mixtral, "bf16"),
+        "compiled llama bf16": check_compiled,
+    }
+    failed = False
+    for name, check in checks.items():
+        started = time.perf_counter()
+        try:
+            problem = check()
+        except Exception as error:  # noqa: BLE001 - one failing check must not hide the others
+            problem = f"{type(error).__name__}: {error}"
+        failed |= bool(problem)
+        print(f"{'FAIL' if problem else 'ok  '} {name} ({time.perf_counter() - started:.1f} s) {problem}", flush=True)
+    return not failed
+
+
+def run_figures(names: list[str]) -> bool:
+    rows = []
+    for name in names:
+        command = [sys.executable, "benchmarks/step.py", *FIGURES[name]]
+        print(f"== {name}: {' '.join(command[1:])}", flush=True)
+        # The parent's import paths must hold in the child too.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        finished = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        print(finished.stdout, flush=True)
+        rows += [line for line in finished.stdout.splitlines() if line.startswith('{"args"')]
+    print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
+    for row in rows:
+        figures = json.loads(row)
+        print({key: figures[key] for key in ("median_seconds", "tflops_published", "tflops_counted", "peak_device_gib",
+                                            "host_rss_gib", "stall_seconds_per_step")})  # fmt: skip
+    return len(rows) == len(names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("correctness", "figures"))
+    parser.add_argument("--only", nargs="*", choices=FIGURES, default=["3B", "7B", "7B-24GB"])
+    args = parser.parse_args()
+    passed = run_correctness() if args.what == "correctness" else run_figures(args.only)
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()
