@@ -6,25 +6,32 @@ import io
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from megatrain.commands.console import make_console, print_fact, print_table
 from megatrain.commands.length import RunLength
-from megatrain.commands.progress import WINDOW_STEPS, ProgressDisplay, Speed, SpeedMeter
+from megatrain.commands.progress import WINDOW_STEPS, ProgressDisplay, SpeedMeter, Work
+from megatrain.commands.run import sample_lengths
+from megatrain.data.collate import Collator, count_batch
 
 
 class Counters:
-    """A clock and two counters that the test moves."""
+    """A clock and counters that the test moves."""
 
-    seconds, num_tokens, stall_seconds = 100.0, 0, 5.0
+    seconds = 100.0
+    work = Work(num_tokens=3, counted_flops=4, stall_seconds=5.0)
 
     def meter(self) -> SpeedMeter:
-        return SpeedMeter(1_000_000, lambda: self.num_tokens, lambda: self.stall_seconds, lambda: self.seconds)
+        return SpeedMeter(1_000_000, lambda: self.work, lambda: self.seconds)
 
-    def step(self, meter: SpeedMeter, seconds: float, num_tokens: int, stall_seconds: float) -> None:
+    def step(self, meter: SpeedMeter, seconds: float, num_tokens: int, stall_seconds: float = 0.0) -> None:
         self.seconds += seconds
-        self.num_tokens += num_tokens
-        self.stall_seconds += stall_seconds
+        self.work = Work(
+            num_tokens=self.work.num_tokens + num_tokens,
+            counted_flops=self.work.counted_flops + 5_000_000 * num_tokens,
+            stall_seconds=self.work.stall_seconds + stall_seconds,
+        )
         meter.step()
 
 
@@ -39,6 +46,7 @@ def test_figures_are_what_their_definitions_say() -> None:
     assert (total.num_steps, total.num_tokens, total.seconds) == (2, 800, 4.0)
     assert total.tokens_per_second == 200
     assert total.model_tflops == pytest.approx(6 * 1_000_000 * 200 / 1e12)
+    assert total.counted_tflops == pytest.approx(5_000_000 * 200 / 1e12)
     assert total.stall_share == 0.25
 
 
@@ -46,17 +54,17 @@ def test_the_bar_shows_the_last_steps_and_the_summary_all() -> None:
     counters = Counters()
     meter = counters.meter()
     meter.start()
-    counters.step(meter, seconds=1000.0, num_tokens=1, stall_seconds=0.0)
+    counters.step(meter, seconds=1000.0, num_tokens=1)
     for _ in range(WINDOW_STEPS):
-        counters.step(meter, seconds=1.0, num_tokens=7, stall_seconds=0.0)
+        counters.step(meter, seconds=1.0, num_tokens=7)
     assert meter.recent().tokens_per_second == 7
     assert meter.recent().num_steps == WINDOW_STEPS
     assert meter.total().num_tokens == 1 + 7 * WINDOW_STEPS
 
 
 def test_no_time_and_no_steps_divide_by_nothing() -> None:
-    speed = Speed(num_steps=0, num_tokens=0, seconds=0.0, stall_seconds=0.0, num_parameters=1)
-    assert (speed.tokens_per_second, speed.model_tflops, speed.stall_share) == (0, 0, 0)
+    speed = Counters().meter().total()
+    assert (speed.tokens_per_second, speed.model_tflops, speed.counted_tflops, speed.stall_share) == (0, 0, 0, 0)
 
 
 def run_display(console: Console) -> None:
@@ -69,13 +77,24 @@ def run_display(console: Console) -> None:
         for step in (1, 2):
             state.global_step = step
             counters.seconds += 2.0
-            counters.num_tokens += 100
+            counters.work = Work(num_tokens=counters.work.num_tokens + 100, stall_seconds=5.0)
             display.on_step_end(None, state, None)
             display.on_log(None, state, None, {"loss": 3.0 - step})
         display.on_log(None, state, None, {"eval_loss": 1.5})
         display.on_log(None, state, None, {"train_runtime": 4.0})
         display.on_train_end(None, state, None)
         console.print("afterwards")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_sample_lengths_leave_padding_out(packed: bool) -> None:
+    rows = [
+        {"input_ids": torch.arange(5), "labels": torch.arange(5), "position_ids": torch.tensor([0, 1, 0, 1, 2])},
+        {"input_ids": torch.arange(2), "labels": torch.arange(2), "position_ids": torch.tensor([0, 1])},
+    ]
+    batch = Collator(pad_token_id=0, packed=packed)(rows)
+    assert sample_lengths(batch) == ([2, 3, 2] if packed else [5, 2])
+    assert sum(sample_lengths(batch)) == count_batch(batch).num_tokens
 
 
 def test_without_a_terminal_each_log_is_a_line() -> None:

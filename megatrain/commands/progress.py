@@ -1,7 +1,8 @@
 """What a run shows while it trains: a bar on a terminal, a line for each log elsewhere.
 
-Figures: tokens are those trained on, without padding; model TFLOPS are 6 x parameters x tokens / time, as published;
-the stall share is the part of the time for which the compute lane waited for weights, gradients or updates.
+Figures: tokens are those trained on, without padding; model TFLOPS are 6 x parameters x tokens / time, as published,
+and counted TFLOPS what had to be computed and nothing else (megatrain/plan/flops.py); the stall share is the part of
+the time for which the compute lane waited for weights, gradients or updates.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ WINDOW_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """Counters since the run began."""
+
+    num_tokens: int = 0
+    counted_flops: int = 0
+    stall_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speed:
     """Work done in a stretch of time."""
 
     num_steps: int
-    num_tokens: int
     seconds: float
+    num_tokens: int
+    counted_flops: int
     stall_seconds: float
     num_parameters: int
 
@@ -43,6 +54,10 @@ class Speed:
         return 6 * self.num_parameters * self.tokens_per_second / 1e12
 
     @property
+    def counted_tflops(self) -> float:
+        return self.counted_flops / self.seconds / 1e12 if self.seconds else 0.0
+
+    @property
     def stall_share(self) -> float:
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
@@ -53,23 +68,18 @@ class Speed:
 
 
 class SpeedMeter:
-    """Reads the counters after each step.
+    """Reads counters and clock after each step.
 
     Args:
-        num_tokens: tokens trained on so far.
-        stall_seconds: seconds for which the compute lane has waited so far.
+        work: the counters.
         clock: seconds, for tests.
     """
 
     def __init__(
-        self,
-        num_parameters: int,
-        num_tokens: Callable[[], int],
-        stall_seconds: Callable[[], float],
-        clock: Callable[[], float] = time.perf_counter,
+        self, num_parameters: int, work: Callable[[], Work], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._num_parameters = num_parameters
-        self._read = lambda: (clock(), num_tokens(), stall_seconds())
+        self._read = lambda: (clock(), work())
         self._start = self._read()
         self._recent = deque([self._start], maxlen=WINDOW_STEPS + 1)
         self._num_steps = 0
@@ -94,13 +104,14 @@ class SpeedMeter:
         """Since `start`, up to the last step."""
         return self._between(self._start, self._num_steps)
 
-    def _between(self, first: tuple[float, int, float], num_steps: int) -> Speed:
-        last = self._recent[-1]
+    def _between(self, first: tuple[float, Work], num_steps: int) -> Speed:
+        (start, before), (end, after) = first, self._recent[-1]
         return Speed(
             num_steps=num_steps,
-            seconds=last[0] - first[0],
-            num_tokens=last[1] - first[1],
-            stall_seconds=last[2] - first[2],
+            seconds=end - start,
+            num_tokens=after.num_tokens - before.num_tokens,
+            counted_flops=after.counted_flops - before.counted_flops,
+            stall_seconds=after.stall_seconds - before.stall_seconds,
             num_parameters=self._num_parameters,
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
@@ -18,10 +19,12 @@ from megatrain import api
 from megatrain.arguments import check_arguments
 from megatrain.base.errors import UserError
 from megatrain.commands.console import print_block, print_fact
+from megatrain.commands.progress import Work
 from megatrain.data.build import Datasets, build_datasets
-from megatrain.data.collate import count_batch
+from megatrain.data.collate import Batch
 from megatrain.data.files import as_sources, check_sources
 from megatrain.models import ResolvedModel, resolve_model
+from megatrain.plan.flops import ModelWork, counted_flops, model_work
 from megatrain.recipe import Recipe, SampleConfig
 from megatrain.trainer import Trainer
 
@@ -32,19 +35,40 @@ if TYPE_CHECKING:
 
 
 class CountingTrainer(Trainer):
-    """Counts the tokens trained on, without padding."""
+    """Counts what is trained on, without padding."""
 
-    num_tokens = 0
+    def __init__(self, model_work: ModelWork, **keywords: Any) -> None:
+        self._model_work = model_work
+        self.num_tokens = 0
+        self._counted_flops = 0
+        super().__init__(**keywords)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self.num_tokens += sum(count_batch(batch).num_tokens for batch in batches)
+        lengths = [length for batch in batches for length in sample_lengths(batch)]
+        self.num_tokens += sum(lengths)
+        self._counted_flops += counted_flops(self._model_work, lengths)
         return batches, num_items
 
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds for which the compute lane has waited, for any cause."""
-        return sum(self.engine.stats()["stall_seconds"].values())
+    def work(self) -> Work:
+        """What was done so far."""
+        return Work(
+            num_tokens=self.num_tokens,
+            counted_flops=self._counted_flops,
+            stall_seconds=sum(self.engine.stats()["stall_seconds"].values()),
+        )
+
+
+def sample_lengths(batch: Batch) -> list[int]:
+    """Tokens of each sample in a batch of the collator, padding apart."""
+    if "position_ids" not in batch:
+        return batch["attention_mask"].sum(1).tolist()
+    positions = batch["position_ids"]
+    # A sample ends where the next position does not follow. Padding is a run of samples of one token, and no real
+    # sample is that short.
+    following = torch.nn.functional.pad(positions[:, 1:], (0, 1))
+    lengths = positions[following != positions + 1] + 1
+    return lengths[lengths > 1].tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +78,12 @@ class Ingredients:
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
     datasets: Datasets
-    num_parameters: int
+    work: ModelWork
 
     def trainer(self, arguments: TrainingArguments) -> CountingTrainer:
         """A trainer that prints nothing of its own. Streams the model if it is not streamed yet."""
         trainer = CountingTrainer(
+            self.work,
             model=self.model,
             args=arguments,
             train_dataset=self.datasets.train,
@@ -102,15 +127,15 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
     logging.getLogger("megatrain.data").setLevel(logging.ERROR)  # its warnings stand in the report below
     datasets = build_datasets(recipe.data, tokenizer)
     model = _load_weights(recipe, resolved)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    print_fact(console, "model", f"{recipe.model.name}, {num_parameters / 1e6:,.1f}M parameters, {dtype}")
+    print_fact(console, "model", f"{recipe.model.name}, {work.num_parameters / 1e6:,.1f}M parameters, {dtype}")
     print_fact(console, "", f"from {resolved.origin}")
     print_fact(console, "data", str(datasets.report))
     config = recipe.engine
     api.init(**{name: getattr(config, name) for name in config.__dataclass_fields__})
     datasets = datasets.fit_to(model)
-    return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, num_parameters=num_parameters)
+    return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work)
 
 
 def _load_weights(recipe: Recipe, resolved: ResolvedModel) -> nn.Module:

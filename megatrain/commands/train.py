@@ -54,7 +54,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
     trainer = ingredients.trainer(arguments)
-    meter = SpeedMeter(ingredients.num_parameters, lambda: trainer.num_tokens, lambda: trainer.stall_seconds)
+    meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
     with closing_engine(trainer), ProgressDisplay(console, meter) as display:
         loss_before = _held_out_loss(trainer, console, "before")
         print_samples(ingredients, recipe.sample, console, "before")
@@ -86,7 +86,8 @@ def _print_summary(
         "tokens trained on": f"{speed.num_tokens:,}",
         "training time": format_seconds(speed.seconds),
         "tokens/s": f"{speed.tokens_per_second:,.0f}",
-        "model TFLOPS": f"{speed.model_tflops:.3g}",
+        "model TFLOPS (6 x parameters x tokens)": f"{speed.model_tflops:.3g}",
+        "counted TFLOPS (needed matrix work alone)": f"{speed.counted_tflops:.3g}",
         "stall share": f"{speed.stall_share:.1%}",
         "peak host memory": format_bytes(peak_host_bytes()),
     }
