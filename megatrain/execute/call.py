@@ -162,8 +162,10 @@ class LayerFunction(torch.autograd.Function):
             outputs = call.forward(weights, tensors)
         ctx.call = call
         # An input that gets a gradient is a boundary activation, and may go to the host; masks and such are shared.
+        # A call whose graph is kept has its backward at once.
         keep = call.engine.activations.keep
-        ctx.boundaries = [keep(t) if needs else None for t, needs in zip(tensors, call.needs_grad, strict=True)]
+        may_go = [needs and not call.keep_graph for needs in call.needs_grad]
+        ctx.boundaries = [keep(tensor) if may else None for tensor, may in zip(tensors, may_go, strict=True)]
         is_away = [boundary is not None and boundary.host is not None for boundary in ctx.boundaries]
         ctx.save_for_backward(*(None if away else t for t, away in zip(tensors, is_away, strict=True)))
         ctx.set_materialize_grads(False)
