@@ -158,7 +158,11 @@ def _section(cls: type, given: object, name: str, path: Path) -> Any:
         if known.name not in given and not has_default:
             key = f"{name}.{known.name}"
             raise UserError(f"{key} is missing: set it in {path}, or add {key}=... to the command")
-    return cls(**given)
+    try:
+        return cls(**given)
+    except UserError as error:
+        told = str(error)
+        raise UserError(told if told.startswith(f"{name}.") else f"{name}: {told}") from error
 
 
 def _training(given: object) -> dict[str, Any]:

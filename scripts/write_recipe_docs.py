@@ -32,9 +32,14 @@ Any key can be set on the command line, by its dotted name; the value is read as
 runs one tiny step through every path (training, evaluation, a sample, saving). Nothing is kept, except what fetching
 the model leaves in its cache.
 
+A run that was interrupted goes on from its last checkpoint (`training.save_strategy` makes them):
+
+    megatrain train recipes/own_documents.yaml training.resume_from_checkpoint=runs/own-documents/checkpoint-100
+
 Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type or a
 missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only `true` and `false` are
-true and false. A UserError ends the command with exit code 2, a failure while running with 1, Ctrl-C with 130.
+true and false. A mistake of the user's ends the command with exit code 2, a failure while running with 1, Ctrl-C
+with 130.
 
 Two recipes to start from: [quickstart.yaml](../recipes/quickstart.yaml) (a small model, text that every Python has,
 about 3 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).

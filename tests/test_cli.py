@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from command_helpers import files_below, write_recipe
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain import cli
@@ -175,6 +177,23 @@ def test_tokens_are_counted_without_padding(tmp_path: Path, capsys: pytest.Captu
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     datasets = build_datasets(load_recipe(recipe_file).data, tokenizer)
     assert re.search(r"tokens trained on +([\d,]+)", out)[1].replace(",", "") == str(datasets.report.train.num_tokens)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_ends_as_the_whole_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, training={"save_strategy": "steps", "save_steps": 6}, sample={"prompts": []})
+    assert command(capsys, "train", recipe)[0] == 0
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    checkpoint = tmp_path / "out" / "checkpoint-6"
+    code, out, _ = command(
+        capsys, "train", recipe, f"training.resume_from_checkpoint={checkpoint}", f"output.dir={tmp_path}/again"
+    )
+    assert code == 0
+    assert re.search(r"steps +6\b", out), "only the steps of this run are counted"
+    resumed = load_file(tmp_path / "again" / "model.safetensors")
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 def test_it_warns_when_the_held_out_loss_does_not_fall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_a_wrong_type_names_the_key_the_given_and_the_wanted(minimal: Path, over
     [
         ("model.dtype=fp32", ["model.dtype", "float32, bfloat16, auto"]),
         ("data.format=xml", ["data.format", "messages"]),
-        ("engine.precision=fp64", ["precision", "bf16"]),
+        ("engine.precision=fp64", ["engine: precision", "bf16"]),
         ("sample.max_new_tokens=0", ["sample.max_new_tokens", "1 or more"]),
         ("training.output_dir=x", ["training.output_dir", "output.dir"]),
         ("model.name.deeper=x", ["model.name is 'some/model'"]),
