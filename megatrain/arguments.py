@@ -173,7 +173,7 @@ TABLE: dict[str, Row] = {
     "hub_revision": _yes(),
     # Reproducibility and hardware
     "full_determinism": _yes("slow: it makes every kernel launch wait"),
-    "seed": _yes(),
+    "seed": _yes("each micro-batch of a step draws (dropout) from its own generator, seeded from the global one"),
     "data_seed": _yes(),
     "use_cpu": _yes("needs a stream on the CPU: megatrain.init(device='cpu')"),
     # Accelerate, data loading
@@ -275,6 +275,10 @@ Each field is **honoured**, **refused** by name before any work starts unless it
 or **irrelevant**: any value passes and changes nothing.
 Fields that the installed version of transformers does not have are skipped.
 A field that is missing here is refused as soon as it differs from its default.
+
+Beside the logs of transformers, callbacks and `report_to` integrations get `grad_norm/LAYER` (norm of the layer's
+gradient) and `update_ratio/LAYER` (length of the last finished update over length of the weights) at every logging
+step. They are not printed and not kept in `log_history`. `Trainer.log_layers = False` turns them off.
 
 | field | status | accepted values | what it does here, or why not |
 |---|---|---|---|

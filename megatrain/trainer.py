@@ -182,7 +182,7 @@ class Trainer(transformers.Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """As in transformers; a module of the user's own may also return the bare loss."""
-        if not isinstance(model, transformers.PreTrainedModel):
+        if not (isinstance(model, transformers.PreTrainedModel) or hasattr(model, "peft_config")):
             model = _BareLoss(model)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

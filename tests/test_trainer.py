@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -24,6 +25,7 @@ from trainer_helpers import (
 from transformers import LlamaForCausalLM
 
 import megatrain as mt
+from megatrain.execute.engine import engine_of
 
 # Same losses, schedule and events
 
@@ -48,7 +50,7 @@ def smoothed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.
     [
         ({}, {"label_smoothing_factor": 0.1}),
         ({"compute_loss_func": smoothed_loss}, {}),
-        ({}, {"gradient_accumulation_steps": 1, "adam_beta2": 0.9, "adam_epsilon": 1e-6}),
+        ({}, {"gradient_accumulation_steps": 1, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "torch_empty_cache_steps": 1}),
         ({}, {"max_grad_norm": 0.0, "lr_scheduler_type": "linear", "max_steps": 4}),
         ({}, {"logging_strategy": "epoch", "include_num_input_tokens_seen": "all"}),
         ({}, {"train_sampling_strategy": "sequential", "dataloader_num_workers": 1, "data_seed": 5}),
@@ -93,7 +95,8 @@ def test_dropout_draws_the_same_numbers(tmp_path: Path, accumulation: int, plain
 class DoubledLoss:
     """Mixed into both trainers: an overridden compute_loss that returns a mean over its own micro-batch."""
 
-    loss_is_scaled_for_ga = False
+    if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):  # not in every supported version
+        loss_is_scaled_for_ga = False
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -360,6 +363,32 @@ def test_refused_arguments_leave_the_model_alone(tmp_path: Path) -> None:
     with pytest.raises(mt.UserError, match="fp16=True"):
         mt.Trainer(model=model, args=arguments(tmp_path, fp16=True), train_dataset=rows())
     assert type(next(model.parameters())) is nn.Parameter
+
+
+def test_the_arguments_follow_the_device_of_the_stream(tmp_path: Path) -> None:
+    args = arguments(tmp_path, use_cpu=False)
+    args.__dict__["_setup_devices"] = torch.device("cuda", 0)  # as on a machine with four GPUs
+    args._n_gpu = 4
+    trainer = mt.Trainer(model=mt.stream(llama()), args=args, train_dataset=rows())
+    assert trainer.args.device == trainer.engine.device == torch.device("cpu")
+    assert trainer.args.train_batch_size == 2
+    trainer.train()
+
+
+def test_use_cpu_with_a_stream_on_another_device_is_refused(tmp_path: Path) -> None:
+    model = mt.stream(llama())
+    engine_of(model).device = torch.device("cuda", 0)
+    with pytest.raises(mt.UserError, match=r"use_cpu=True, but the model is streamed on cuda:0.*megatrain\.init"):
+        mt.Trainer(model=model, args=arguments(tmp_path), train_dataset=rows())
+
+
+def test_label_smoothing_of_a_model_with_adapters_shifts_the_labels_as_in_transformers(tmp_path: Path) -> None:
+    def adapted() -> nn.Module:
+        return peft.get_peft_model(llama(), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+    plain, _ = train(transformers.Trainer, tmp_path, adapted(), label_smoothing_factor=0.1)
+    streamed, _ = train(mt.Trainer, tmp_path, adapted(), label_smoothing_factor=0.1)
+    assert_same_logs(plain, streamed)
 
 
 def test_bf16_makes_a_bf16_stream_without_autocast(tmp_path: Path) -> None:

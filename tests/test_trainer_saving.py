@@ -87,6 +87,19 @@ def test_save_strategy_best(tmp_path: Path) -> None:
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-9")
 
 
+def test_a_checkpoint_is_pushed_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = []
+
+    def push(self: mt.Trainer, folder: str) -> None:
+        pushed.append((Path(folder).name, (Path(folder) / "trainer_state.json").is_file()))
+
+    monkeypatch.setattr(mt.Trainer, "init_hf_repo", lambda self: None)
+    monkeypatch.setattr(mt.Trainer, "_push_from_checkpoint", push)
+    monkeypatch.setattr(mt.Trainer, "_finish_current_push", lambda self: None)
+    train(mt.Trainer, tmp_path, save_strategy="epoch", push_to_hub=True)
+    assert pushed == [("checkpoint-3", True), ("checkpoint-6", True)]
+
+
 def test_a_checkpoint_on_a_signal_takes_the_place_of_its_marker(tmp_path: Path) -> None:
     from transformers.trainer_jit_checkpoint import CheckpointManager
 

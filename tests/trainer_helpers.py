@@ -11,7 +11,10 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+import megatrain as mt
+
 torch.set_num_threads(1)  # matrices are so small here that threads only wait for each other
+mt.init(device="cpu")
 
 LOSS_RTOL = 2e-6
 """Two AdamW that differ by one rounding a step (torch contracts to FMA): measured 3e-7 over 8 steps on these models."""
