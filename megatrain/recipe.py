@@ -112,9 +112,14 @@ class Recipe:
         import torch
         from transformers import TrainingArguments
 
-        # The command shows progress itself; pinning batches without an accelerator only draws a warning.
-        quiet = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": torch.cuda.is_available()}
-        given = {**quiet, **self.training}
+        has_device = torch.cuda.is_available() and self.engine.device != "cpu"
+        given = {
+            "report_to": "none",
+            "disable_tqdm": True,  # the command shows its own progress
+            "use_cpu": not has_device,
+            "dataloader_pin_memory": has_device,
+            **self.training,
+        }
         try:
             return TrainingArguments(output_dir=str(self.output_dir), **given)
         except (ValueError, ImportError) as error:

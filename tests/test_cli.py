@@ -211,6 +211,13 @@ def test_it_warns_when_nothing_is_held_out(tmp_path: Path, capsys: pytest.Captur
     assert "sample before" not in out
 
 
+def test_bf16_needs_no_more_than_its_argument(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers refuses bf16 without a GPU unless it is told use_cpu; the recipe need not say it."""
+    recipe = write_recipe(tmp_path, training={"max_steps": 2, "bf16": True}, sample={"prompts": []})
+    code, out, _ = command(capsys, "train", recipe)
+    assert code == 0 and "bf16 compute" in out
+
+
 def test_an_earlier_model_is_overwritten_only_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, training={"max_steps": 1}, sample={"prompts": []})
     assert command(capsys, "train", recipe)[0] == 0

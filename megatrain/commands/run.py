@@ -129,13 +129,20 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
     model = _load_weights(recipe, resolved)
     work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    print_fact(console, "model", f"{recipe.model.name}, {work.num_parameters / 1e6:,.1f}M parameters, {dtype}")
+    print_fact(console, "model", f"{recipe.model.name}, {_format_count(work.num_parameters)} parameters, {dtype}")
     print_fact(console, "", f"from {resolved.origin}")
     print_fact(console, "data", str(datasets.report))
     config = recipe.engine
     api.init(**{name: getattr(config, name) for name in config.__dataclass_fields__})
     datasets = datasets.fit_to(model)
     return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work)
+
+
+def _format_count(count: int) -> str:
+    """`7.62B`, `134.5M`, `45,312`."""
+    if count >= 1e9:
+        return f"{count / 1e9:.2f}B"
+    return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
 
 
 def _load_weights(recipe: Recipe, resolved: ResolvedModel) -> nn.Module:
@@ -171,6 +178,7 @@ def generate_sample(ingredients: Ingredients, prompt: str, sample: SampleConfig,
             **batch,
             max_new_tokens=max_new_tokens,
             do_sample=False,
+            **dict.fromkeys(("temperature", "top_p", "top_k")),  # else those of the model's own file draw warnings
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
     return tokenizer.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True).strip()
