@@ -36,10 +36,10 @@ class Fetcher:
             return self.weights(home, field)
         run = current_run()
         if run is None:
-            return _FetchFunction.apply(self._engine, home, field, self._engine._anchor)
+            return self._differentiable(home, field)
         # One alias a micro-batch, so that its uses are summed before they are added to those of the others.
         if field not in run.aliases:
-            run.aliases[field] = _FetchFunction.apply(self._engine, home, field, self._engine._anchor)
+            run.aliases[field] = self._differentiable(home, field)
         return run.aliases[field]
 
     def weights(self, home: Home, field: Field) -> torch.Tensor:
@@ -53,21 +53,28 @@ class Fetcher:
             self._copy_version = home.version
         return view_field(self._copy, field)
 
+    def _differentiable(self, home: Home, field: Field) -> torch.Tensor:
+        return _FetchFunction.apply(self._engine, home, field, self._engine._anchor, self.weights(home, field).detach())
+
 
 class _FetchFunction(torch.autograd.Function):
+    """Returns its last input as it is: autograd then refuses to change it in place, which would not reach the home."""
+
     @staticmethod
-    def forward(ctx: Any, engine: Engine, home: Home, field: Field, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, engine: Engine, home: Home, field: Field, anchor: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.engine, ctx.home, ctx.field = engine, home, field
         ctx.use = engine.passes.use(home)
         ctx.set_materialize_grads(False)
-        return engine.fetcher.weights(home, field).detach()
+        return weights
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
         if grad is not None:
             passes = ctx.engine.passes
             passes.join_autograd()
             passes.add(ctx.home, [(ctx.field, grad)])
             passes.settle(ctx.home, ctx.use)
-        return None, None, None, None
+        return (None,) * 5

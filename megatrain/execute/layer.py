@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
+from megatrain.execute.parameters import COPY_REMEDY, HomeParameter
 from megatrain.spec.discover import FoundLayer, ParameterUse
 from megatrain.spec.layout import Field, view_field
 from megatrain.store.home import Home
@@ -64,8 +65,8 @@ class StreamedLayer:
     @contextlib.contextmanager
     def bound(self, views: dict[Field, torch.Tensor]) -> Iterator[None]:
         """The module holds `views` as its parameters for the length of the block."""
-        self._check_unchanged()
-        held = [owner._parameters[attribute] for owner, attribute, _ in self._places]
+        held = [owner._parameters.get(attribute) for owner, attribute, _ in self._places]
+        self._check_unchanged(held)
         for owner, attribute, field in self._places:
             owner._parameters[attribute] = views[field]
         try:
@@ -74,11 +75,17 @@ class StreamedLayer:
             for (owner, attribute, _), parameter in zip(self._places, held, strict=True):
                 owner._parameters[attribute] = parameter
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged(self, held: list[torch.Tensor | None]) -> None:
+        for (_, _, field), parameter in zip(self._places, held, strict=True):
+            if not isinstance(parameter, HomeParameter):
+                raise UserError(
+                    f"{field.name} was replaced after mt.stream (torch.func.functional_call?), which its home does not "
+                    "see: write values with p.copy_(...) under torch.no_grad()"
+                )
         if list(self.module.modules()) != self.modules:
             raise UserError(
-                f"{self.name} was changed after mt.stream (peft, a swapped submodule?): change the model first, "
-                "then call mt.stream"
+                f"{self.name} was changed after mt.stream (a submodule inserted?): change the model first, then call "
+                "mt.stream"
             )
 
 
@@ -95,8 +102,14 @@ def _streamed_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._streamed_call(self._streamed_layer, args, kwargs)
 
+    def reduce(self: nn.Module, protocol: Any) -> NoReturn:
+        raise RefusedError(f"copying or pickling {self._streamed_layer.name} is refused: {COPY_REMEDY}")
+
     members = {
         "forward": forward,
+        "__reduce_ex__": reduce,
+        # Called by a user, the class makes a plain module.
+        "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,

@@ -13,15 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from megatrain.base.errors import RefusedError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine, engine_of
+from megatrain.execute.guard import protect
 from megatrain.execute.layer import StreamedLayer, stream_module
-from megatrain.execute.parameters import HomeParameter
+from megatrain.execute.parameters import COPY_REMEDY, HomeParameter, HomeView
 from megatrain.spec.discover import FoundLayer, parameter_uses
 from megatrain.spec.homes import HomePlan
 from megatrain.store.home import Home
-
-SAVE_REMEDY = "save it with model.save_pretrained, or take the weights with mt.full_state_dict(model)"
 
 REFUSED = {
     "resize_token_embeddings": "resize the model before mt.stream, then stream it",
@@ -33,8 +32,6 @@ REFUSED = {
     "add_adapter": "add adapters (peft) before mt.stream, then stream the whole model",
     "load_adapter": "load adapters (peft) before mt.stream, then stream the whole model",
     "compile": "whole-model compilation would trace through the streaming of layers",
-    "__deepcopy__": SAVE_REMEDY,
-    "__reduce_ex__": SAVE_REMEDY,
 }
 """Method of a streamed model -> what to do instead."""
 
@@ -45,8 +42,10 @@ class StreamedModel(nn.Module):
     """Mixed in before the model's own class."""
 
     def to(self, *args: Any, **kwargs: Any) -> StreamedModel:
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         engine = _engine(self)
+        if memory_format is not None:
+            raise RefusedError(f".to(memory_format={memory_format}) on a streamed model: say it before mt.stream")
         if device is not None and not _is_same_device(device, engine.device):
             raise RefusedError(
                 f".to({str(device)!r}) on a streamed model: its layers run on {engine.device} and live in host memory. "
@@ -72,34 +71,28 @@ class StreamedModel(nn.Module):
         return self._keep_dtype(".double()", torch.float64)
 
     def type(self, dst_type: Any) -> StreamedModel:
-        return self.to(dst_type)
+        return self._keep_dtype(f".type({dst_type})", dst_type)
 
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: the engine keeps the inputs of layers and recomputes the rest."""
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Nothing to do; see `gradient_checkpointing_enable`."""
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """CPU tensors in the dtype the model was loaded in. They view the homes where nothing is converted."""
-        assert not args, "state_dict takes keywords"
-        destination = {} if destination is None else destination
-        for name, parameter in named_home_parameters(self, remove_duplicate=False):
-            destination[prefix + name] = parameter if keep_vars else parameter._home.saved(parameter._field)
-        for name, buffer in _persistent_buffers(self):
-            destination[prefix + name] = buffer if keep_vars else buffer.detach().cpu()
-        return destination
-
-    def save_pretrained(self, save_directory: Any, *, state_dict: Any = None, **kwargs: Any) -> Any:
-        """As in transformers: config and sharded safetensors that plain `from_pretrained` loads."""
-        state_dict = self.state_dict() if state_dict is None else state_dict
-        return super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Writes to the homes; see torch."""
+        if assign:
+            raise RefusedError(
+                "load_state_dict(assign=True) on a streamed model is refused: it would replace the parameters that are "
+                "at home; leave assign out"
+            )
+        return super().load_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        _engine(self).zero_grad()
+        if set_to_none:
+            _engine(self).zero_grad()
+        else:
+            super().zero_grad(set_to_none=False)
 
-    def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        raise RefusedError("converting a streamed model in place would not reach its weights: use .to before mt.stream")
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RefusedError(f"copy.deepcopy of a streamed {type(self).__name__} is refused: {COPY_REMEDY}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RefusedError(f"copying or pickling a streamed {type(self).__name__} is refused: {COPY_REMEDY}")
 
     def _keep_dtype(self, what: str, dtype: torch.dtype) -> StreamedModel:
         engine = _engine(self)
@@ -109,6 +102,33 @@ class StreamedModel(nn.Module):
                 f"{what} on a streamed model: it computes in {now}. Say mt.init(precision=...) before mt.stream"
             )
         return self
+
+
+class StreamedPretrained(StreamedModel):
+    """Mixed in before a class of transformers."""
+
+    _is_being_saved = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in; while it is being saved, what its files hold (transformers writes it to the config)."""
+        if self._is_being_saved:
+            return next(parameter._field.saved_dtype for _, parameter in named_home_parameters(self))
+        return super().dtype
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: the engine keeps the inputs of layers and recomputes the rest."""
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Nothing to do; see `gradient_checkpointing_enable`."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers: config and sharded safetensors that plain `from_pretrained` loads."""
+        self._is_being_saved = True
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self._is_being_saved = False
 
 
 def _refusal(name: str, remedy: str) -> Callable[..., NoReturn]:
@@ -121,11 +141,16 @@ def _refusal(name: str, remedy: str) -> Callable[..., NoReturn]:
 @functools.cache
 def streamed_model_class(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of `cls` under the same name, with `StreamedModel` and the refusals before it."""
-    members: dict[str, Any] = {
-        name: _refusal(name, remedy) for name, remedy in REFUSED.items() if hasattr(cls, name)
+    members: dict[str, Any] = {name: _refusal(name, remedy) for name, remedy in REFUSED.items() if hasattr(cls, name)}
+    members |= {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        # Called by a user (or by from_pretrained), the class makes a plain model.
+        "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs),
     }
-    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (StreamedModel, cls), members)
+    is_pretrained = hasattr(cls, "save_pretrained") and hasattr(cls, "gradient_checkpointing_enable")
+    return type(cls.__name__, (StreamedPretrained if is_pretrained else StreamedModel, cls), members)
 
 
 def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initialize | None) -> None:
@@ -179,22 +204,30 @@ def install(model: nn.Module, engine: Engine) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(engine.device)
+        module.register_state_dict_post_hook(_bring_home)
     engine.register(model)
     model.__class__ = streamed_model_class(type(model))
+    protect(model)
 
 
 def named_home_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, HomeParameter]]:
     """(original name, HomeParameter); every tied name too when `remove_duplicate` is off."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
-        assert isinstance(parameter, HomeParameter)
+        if not isinstance(parameter, HomeParameter):
+            raise UserError(f"{name} was put into the model after mt.stream: change the model first, then stream it")
         yield name, parameter
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+def _bring_home(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """State-dict hook: CPU tensors in the dtype the model was loaded in. They view homes where nothing is converted."""
+    for name, parameter in module._parameters.items():
+        if isinstance(state.get(prefix + name), HomeView):
+            state[prefix + name] = parameter._home.saved(parameter._field)
+    for name, buffer in module._buffers.items():
+        value = state.get(prefix + name)
+        # With keep_vars it is the buffer itself.
+        if value is not None and value is not buffer:
+            state[prefix + name] = value.cpu()
 
 
 def _engine(model: nn.Module) -> Engine:

@@ -35,6 +35,9 @@ class AdamW(torch.optim.Optimizer):
     Raises UserError for parameters that are not streamed, or of two models.
     """
 
+    updates_homes = True
+    """Any other optimizer is refused on streamed parameters (`execute/guard.py`)."""
+
     def __init__(
         self,
         params: nn.Module | Iterable[torch.Tensor] | Iterable[dict[str, Any]],
