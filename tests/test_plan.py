@@ -1,0 +1,108 @@
+"""Plan arithmetic: rows add up to what is allocated; FLOP counts are those of a model counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import megatrain as mt
+from megatrain.api import stream
+from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
+from megatrain.execute.engine import engine_of
+from megatrain.plan.flops import counted_flops, model_work, published_flops
+from megatrain.plan.rows import activation_bytes, check_device_memory, memory_rows
+from megatrain.spec.discover import find_layers
+from megatrain.spec.homes import plan_homes
+
+
+def tiny_llama(**changes) -> LlamaForCausalLM:
+    config = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, vocab_size=120)  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rows_are_what_is_allocated(precision: str) -> None:
+    model = tiny_llama()
+    trainable = {id(parameter) for parameter in model.parameters()}
+    plans = plan_homes(model, find_layers(model), precision)
+    options = StreamOptions()
+    rows = {row.name: row.num_bytes for row in memory_rows(plans, trainable, precision, options)}
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    mt.init(device="cpu", precision=precision)
+    stream(model, options=options)
+    engine = engine_of(model)
+    wire = sum(field.wire_bytes for home in engine.homes for field in home.fields)
+    assert rows["compute weights (cross the link)"] == wire == num_parameters * (2 if precision == "bf16" else 4)
+    assert rows.get("low halves of fp32 masters", 0) == (2 * num_parameters if precision == "bf16" else 0)
+    assert rows["moments, fp32"] == 8 * num_parameters
+    assert rows["slots"] == engine.transport.total_device_bytes
+    ids = torch.randint(0, 120, (1, 8))
+    mt.accumulate(model, [{"input_ids": ids, "labels": ids}])
+    engine.wait()
+    # Fields start at aligned elements: the slab may be a little longer than the sum of its fields.
+    slabs = sum(home.grads.slab_bytes for home in engine.homes)
+    gradients = rows["gradients, kept for the exact norm"]
+    num_fields = sum(len(home.fields) for home in engine.homes)
+    assert gradients <= slabs < gradients + num_fields * 128 * 4
+
+
+def test_slots_shrink_to_the_limit_before_it_is_refused() -> None:
+    plans = plan_homes(model := tiny_llama(), find_layers(model), "fp32")
+    block = max(sum(field.wire_bytes for field in plan.fields) for plan in plans if "layers" in plan.name)
+    generous = check_device_memory(plans, Config(max_vram_gb=1), StreamOptions())
+    assert generous.num_slots == 3
+    needed = sum(r.num_bytes for r in memory_rows(plans, set(), "fp32", StreamOptions(num_slots=1)) if r.tier == "hbm")
+    tight = check_device_memory(plans, Config(max_vram_gb=(needed + block) / 1e9), StreamOptions())
+    assert tight.num_slots < 3
+    with pytest.raises(UserError, match=r"max_vram_gb=1e-06 is too small for one layer: .* need .* GB"):
+        check_device_memory(plans, Config(max_vram_gb=1e-6), StreamOptions())
+
+
+def test_activation_budget_is_what_is_left() -> None:
+    plans = plan_homes(model := tiny_llama(), find_layers(model), "fp32")
+    assert activation_bytes(plans, None, StreamOptions()) > 10**15
+    assert activation_bytes(plans, 0, StreamOptions()) == 0
+    assert activation_bytes(plans, 10**9, StreamOptions(activation_bytes=5)) == 5
+    assert 0 < activation_bytes(plans, 10**9, StreamOptions()) < 10**9
+
+
+def test_counts_of_a_dense_model() -> None:
+    model = tiny_llama()
+    work = model_work(model)
+    block = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96
+    assert work.matrix_parameters == 2 * block + 64 * 120
+    assert work.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert work.attention_width == 2 * 4 * (16 + 16)
+    assert published_flops(work, 10) == 60 * work.num_parameters
+    # One sequence of 3: 6 pairs of query and key, 2 FLOPs each a width; everything three times for forward + backward.
+    assert counted_flops(work, [3]) == 3 * (2 * work.matrix_parameters * 3 + 2 * work.attention_width * 6)
+
+
+def test_a_tied_embedding_counts_as_the_head() -> None:
+    untied, tied = model_work(tiny_llama()), model_work(tiny_llama(tie_word_embeddings=True))
+    assert tied.matrix_parameters == untied.matrix_parameters
+    assert tied.num_parameters == untied.num_parameters - 64 * 120
+
+
+def test_only_active_experts_count() -> None:
+    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                           num_key_value_heads=2, vocab_size=50, num_local_experts=4, num_experts_per_tok=2)  # fmt: skip
+    work = model_work(MixtralForCausalLM(config))
+    attention, router, experts = 4 * 32 * 32, 4 * 32, 2 * 3 * 32 * 48
+    assert work.matrix_parameters == attention + router + experts + 32 * 50
+
+
+def test_counts_do_not_change_when_the_model_is_streamed() -> None:
+    model = tiny_llama()
+    before = model_work(model)
+    mt.init(device="cpu")
+    assert model_work(mt.stream(model)) == before
+
+
+def test_a_module_without_a_config_counts_its_matrices() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8))
+    assert model_work(model).matrix_parameters == 32

@@ -1,0 +1,94 @@
+"""Homes and host memory: exact sizes, budgets, files that leave nothing, gradients of several passes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from megatrain.base.errors import UserError
+from megatrain.spec.discover import find_layers
+from megatrain.spec.homes import plan_homes
+from megatrain.store.home import Home
+from megatrain.store.memory import PAGE_BYTES, HostMemory
+
+
+class Blocks(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 5, dtype=dtype) for _ in range(2))
+
+
+def make_homes(model: nn.Module, precision: str, memory: HostMemory | None = None) -> list[Home]:
+    memory = memory or HostMemory(max_bytes=None, offload_dir=None, pin=False)
+    grad_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    plans = plan_homes(model, find_layers(model), precision)
+    return [Home(plan.name, plan.fields, memory, grad_dtype) for plan in plans]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_written_is_read_back_exactly(precision: str) -> None:
+    home = make_homes(Blocks(), precision)[0]
+    values = {field: torch.randn(field.shape) for field in home.fields}
+    for field, value in values.items():
+        home.write(field, value)
+    for field, value in values.items():
+        assert torch.equal(home.read(field), value)
+        assert torch.equal(home.saved(field), value)
+
+
+def test_weights_loaded_in_bf16_are_taken_over_exactly() -> None:
+    home = make_homes(Blocks(torch.bfloat16), "bf16")[0]
+    field = home.fields[0]
+    home.write(field, torch.randn(field.shape))
+    value = torch.randn(field.shape, dtype=torch.bfloat16)
+    home.write(field, value)
+    assert torch.equal(home.weights(field), value)
+    assert torch.equal(home.read(field), value.float())
+
+
+def test_buffers_have_exact_sizes_within_the_budget(tmp_path) -> None:
+    memory = HostMemory(max_bytes=3 * PAGE_BYTES, offload_dir=tmp_path, pin=False)
+    first = memory.empty(2 * PAGE_BYTES)
+    second = memory.empty(2 * PAGE_BYTES)  # does not fit any more
+    assert first.numel() == second.numel() == 2 * PAGE_BYTES
+    assert (memory.ram_bytes, memory.disk_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
+    second.fill_(7)
+    assert int(second.sum()) == 7 * second.numel()
+    assert os.listdir(tmp_path) == [], "files are unlinked as soon as they are mapped"
+
+
+def test_too_much_is_refused_with_the_missing_bytes(tmp_path) -> None:
+    with pytest.raises(UserError, match="add 1.0 GiB.*offload_dir"):
+        HostMemory(max_bytes=2**30, offload_dir=None, pin=False).require(2**31, "training")
+    with pytest.raises(UserError, match="free"):
+        HostMemory(max_bytes=0, offload_dir=tmp_path, pin=False).require(2**60, "training")
+
+
+def test_a_second_pass_adds_in_fp32() -> None:
+    home = make_homes(Blocks(), "bf16")[0]
+    layout = home.gradient_layout()
+    weight, bias = home.fields
+    slab = home.grads.slab(layout)
+    first = torch.randn(layout.numel, dtype=torch.bfloat16)
+    slab.copy_(first)
+    home.grads.receive(layout, frozenset([weight]), {weight: 1.0})
+    second = torch.randn(layout.numel, dtype=torch.bfloat16)
+    home.grads.add(layout, frozenset([weight, bias]), second)
+    expected = layout.view(first, weight).float() + layout.view(second, weight).float()
+    assert torch.equal(home.grads.view(weight), expected)
+    assert torch.equal(home.grads.view(bias), layout.view(second, bias).float())
+    assert home.grads.norms is None
+    home.grads.clear()
+    assert home.grads.view(weight) is None
+
+
+def test_frozen_fields_take_no_room_in_the_slab() -> None:
+    home = make_homes(Blocks(), "fp32")[0]
+    whole = home.gradient_layout().numel
+    home.trainable[home.fields[0]] = False
+    part = home.gradient_layout()
+    assert list(part.offsets) == [home.fields[1]]
+    assert part.numel < whole

@@ -1,0 +1,270 @@
+"""Bookkeeping of the stream: predictor, slots, lanes, fences, activations. Pure parts by properties, lanes by faults."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.base.fence import Fence
+from megatrain.spec.layout import Field, GradientLayout
+from megatrain.store.home import Home
+from megatrain.store.memory import HostMemory
+from megatrain.transport.activations import MIN_BYTES, ActivationStore
+from megatrain.transport.lane import Lane
+from megatrain.transport.predictor import Predictor
+from megatrain.transport.slots import Slot, SlotPool, State, slot_sizes
+
+CPU = torch.device("cpu")
+
+
+def make_home(name: str, numel: int, memory: HostMemory | None = None) -> Home:
+    field = Field(
+        name=name,
+        shape=(numel,),
+        dtype=torch.float32,
+        saved_dtype=torch.float32,
+        is_split=False,
+        offset=0,
+        wire_offset_bytes=0,
+    )
+    memory = memory or HostMemory(max_bytes=None, offload_dir=None, pin=False)
+    return Home(name, [field], memory, torch.float32)
+
+
+# Predictor
+
+
+@given(st.lists(st.integers(0, 6), min_size=3, max_size=12))
+def test_a_repeated_cycle_is_predicted_without_misses(cycle: list[int]) -> None:
+    # An order that is told by its last two visits: the way up and down through layers is one.
+    up_and_down = [*range(len(cycle)), *reversed(range(len(cycle)))]
+    predictor: Predictor[int] = Predictor()
+    for _ in range(2):
+        for layer in up_and_down:
+            predictor.observe(layer)
+    hits, misses = predictor.num_hits, predictor.num_misses
+    for layer in up_and_down:
+        predictor.observe(layer)
+    assert predictor.num_misses == misses
+    # Two of the visits repeat their predecessor (the turns) and count once.
+    assert predictor.num_hits - hits == len(up_and_down) - 2
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(1, 5))
+def test_predictions_are_distinct_and_never_the_present_layer(visits: list[int], depth: int) -> None:
+    predictor: Predictor[int] = Predictor()
+    for visit in visits:
+        predictor.observe(visit)
+        predicted = predictor.predict(depth)
+        assert len(predicted) == len(set(predicted)) <= depth
+        assert visit not in predicted
+
+
+def test_a_miss_is_counted_and_corrected() -> None:
+    predictor: Predictor[str] = Predictor()
+    for visit in "abcabc":
+        predictor.observe(visit)
+    predictor.observe("x")
+    assert predictor.num_misses == 1
+    for visit in "abcx":
+        predictor.observe(visit)
+    assert predictor.predict(1) == ["a"]
+
+
+# Slots
+
+
+def test_slot_states_are_asserted() -> None:
+    slot, home = Slot(torch.empty(64, dtype=torch.uint8)), make_home("a", 16)
+    with pytest.raises(AssertionError):
+        slot.use(1)
+    slot.fill(home, Fence.done())
+    with pytest.raises(AssertionError, match="filling, not free"):
+        slot.fill(home, Fence.done())
+    with pytest.raises(AssertionError):
+        slot.use(1)
+    slot.ready()
+    assert slot.use(1).numel() == 64
+    with pytest.raises(AssertionError):
+        slot.free()
+    slot.release(Fence.done())
+    slot.free()
+    assert slot.state is State.FREE
+
+
+def test_a_slot_with_old_weights_does_not_hold_the_home() -> None:
+    slot, home = Slot(torch.empty(64, dtype=torch.uint8)), make_home("a", 16)
+    slot.fill(home, Fence.done())
+    assert slot.holds(home)
+    home.version += 1
+    assert not slot.holds(home)
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=40),
+)
+def test_candidates_fit_are_not_in_use_and_not_kept(num_slots: int, events: list[tuple[int, bool]]) -> None:
+    sizes = [16, 16, 16, 16, 40]
+    homes = [make_home(str(index), size) for index, size in enumerate(sizes)]
+    pool = SlotPool(device=CPU, num_slots=num_slots, block_bytes=64, largest_bytes=160)
+    for clock, (index, keep_first) in enumerate(events):
+        home, keep = homes[index], [homes[0]] if keep_first else []
+        slot = pool.find(home)
+        if slot is None:
+            slot = pool.candidate(home, keep)
+            if slot is None:
+                assert keep, "without anything to keep there is always a slot"
+                continue
+            assert slot.state is not State.IN_USE
+            assert slot.buffer.numel() >= home.wire.numel()
+            assert not any(slot.holds(kept) for kept in keep)
+            if slot.home is not None:
+                slot.free()
+            slot.fill(home, Fence.done())
+        slot.ready()
+        slot.use(clock)
+        slot.release(Fence.done())
+        held = [slot.home for slot in pool.slots if slot.home is not None]
+        assert len(held) == len(set(held)), "one home in two slots"
+
+
+def test_blocks_leave_the_large_slot_to_large_homes() -> None:
+    pool = SlotPool(device=CPU, num_slots=1, block_bytes=64, largest_bytes=160)
+    first, second, large = make_home("a", 16), make_home("b", 16), make_home("e", 40)
+    pool.candidate(large, []).fill(large, Fence.done())
+    for block in (first, second):
+        slot = pool.candidate(block, [])
+        if slot.home is not None:
+            slot.free()
+        slot.fill(block, Fence.done())
+    assert pool.find(large) is not None
+    assert slot_sizes(num_slots=2, block_bytes=64, largest_bytes=64) == [64, 64]
+
+
+# Lanes and fences
+
+
+def test_a_lane_works_in_order_and_behind_fences() -> None:
+    lane, order, gate = Lane("test", CPU), [], Fence()
+    first = lane.submit(lambda: order.append(1), after=(gate,))
+    second = lane.submit(lambda: order.append(2))
+    assert not first.is_recorded
+    gate.record()
+    second.wait()
+    assert order == [1, 2]
+    lane.close()
+
+
+@pytest.mark.timeout(30)
+def test_what_fails_in_a_lane_reaches_everyone_who_waits() -> None:
+    lane = Lane("test", CPU)
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    failed = lane.submit(fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        failed.wait()
+    with pytest.raises(OSError, match="the disk is gone"):
+        lane.submit(lambda: None).wait()
+    other = Lane("other", CPU)
+    with pytest.raises(OSError, match="the disk is gone"):
+        other.submit(lambda: None, after=(failed,)).wait()
+    lane.close()
+    other.close()
+
+
+@pytest.mark.timeout(30)
+def test_the_thread_of_a_dropped_lane_ends() -> None:
+    lane = Lane("dropped", CPU)
+    lane.submit(lambda: None).wait()
+    thread = lane._thread
+    del lane
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_fence_is_recorded_once() -> None:
+    fence = Fence()
+    fence.record()
+    with pytest.raises(AssertionError):
+        fence.record()
+    with pytest.raises(AssertionError):
+        fence.fail(RuntimeError())
+
+
+# Activations
+
+
+def make_store(budget_bytes: int) -> tuple[ActivationStore, list[Fence]]:
+    """A store whose copies to the host wait until the test lets them go."""
+    lane, gates = Lane("copy", CPU), []
+
+    def send(tensor: torch.Tensor, host: torch.Tensor) -> Fence:
+        gates.append(Fence())
+        return lane.submit(lambda: host.copy_(tensor), after=(gates[-1],))
+
+    def bring(host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
+        return lane.submit(lambda: tensor.copy_(host), after=(sent,))
+
+    memory = HostMemory(max_bytes=None, offload_dir=None, pin=False)
+    return ActivationStore(memory=memory, device=CPU, budget_bytes=budget_bytes, send=send, bring=bring), gates
+
+
+@pytest.mark.timeout(30)
+def test_activations_beyond_the_budget_go_and_come_back() -> None:
+    tensors = [torch.randn(MIN_BYTES // 4) for _ in range(5)]
+    store, gates = make_store(2 * MIN_BYTES)
+    boundaries = [store.keep(tensor) for tensor in tensors]
+    assert [boundary.host is None for boundary in boundaries] == [True, True, False, False, False]
+    assert store.keep(torch.zeros(4)) is None
+    threading.Timer(0.05, lambda: [gate.record() for gate in gates]).start()
+    for tensor, boundary in list(zip(tensors, boundaries, strict=True))[:1:-1]:
+        assert torch.equal(store.take(boundary), tensor)
+        boundary.release()
+    for boundary in boundaries:
+        boundary.release()
+    assert store.kept_bytes == 0
+    assert store.offloaded_bytes == 3 * MIN_BYTES
+
+
+def test_buffers_of_dropped_graphs_are_used_again() -> None:
+    store, gates = make_store(0)
+    memory = store._memory
+    for _ in range(3):
+        boundaries = [store.keep(torch.randn(MIN_BYTES // 4)) for _ in range(2)]
+        for gate in gates:
+            if not gate.is_recorded:
+                gate.record()
+        del boundaries
+    assert memory.ram_bytes == 2 * MIN_BYTES
+
+
+# Layouts
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=0, max_size=3), min_size=1, max_size=6))
+def test_gradient_fields_do_not_overlap(shapes: list[list[int]]) -> None:
+    fields = [
+        Field(
+            name=str(index),
+            shape=tuple(shape),
+            dtype=torch.float32,
+            saved_dtype=torch.float32,
+            is_split=False,
+            offset=0,
+            wire_offset_bytes=0,
+        )
+        for index, shape in enumerate(shapes)
+    ]
+    layout = GradientLayout.of(fields)
+    flat = torch.zeros(layout.numel)
+    for field in fields:
+        layout.view(flat, field).add_(1)
+    assert flat.sum() == sum(field.numel for field in fields)
+    assert flat.max() == 1
