@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import multiprocessing
+import os
+import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +32,8 @@ from update_cases import (
 from megatrain.base.errors import UserError
 from megatrain.optim import compiler, kernel
 from megatrain.optim.formula import AdamWScalars, _sqrt, adamw_
-from megatrain.optim.update import CpuUpdater, Segment
+from megatrain.optim.segment import Segment
+from megatrain.optim.update import CpuUpdater
 from megatrain.store import masters
 
 # --- the formula ---
@@ -91,8 +96,8 @@ def test_scalars_refuse_what_would_divide_by_zero(step: int, beta1: float, beta2
 def run_kernel(variant: str, segment: Segment, measure: bool = False) -> tuple[float, float] | None:
     loaded = kernel.load_kernel(variant)
     assert loaded is not None
-    s = segment
-    return loaded.adamw(s.weights, s.low, s.grad, s.m, s.v, s.scalars, measure)
+    sums = loaded.adamw([segment], 1, measure)
+    return None if sums is None else sums[0]
 
 
 def test_a_kernel_is_under_test_here() -> None:
@@ -141,6 +146,99 @@ def test_measure(split: bool, grad_dtype: torch.dtype, size: int) -> None:
     # The order of the sums does not depend on the instruction set; against NumPy's order, fp64 rounding is left.
     assert all(result == results[0] for result in results)
     np.testing.assert_allclose(results[0], expected, rtol=1e-12)
+
+
+# --- its threads ---
+
+# What a thread takes at a time, as kernel.c says.
+PIECE = 1 << int(re.search(r"\bpiece = 1 << (\d+)", compiler.SOURCE.read_text()).group(1))
+
+
+@functools.cache
+def _list(special: bool) -> tuple[list[Segment], list[Segment]]:
+    """Empty segments, many tiny ones, and some of less, exactly and more than a piece; and what they become."""
+    sizes = [0, 1, *[30 + i for i in range(40)], PIECE, PIECE + 1, 2 * PIECE + 17, 0, PIECE - 1, 5000, 0]
+    segments = [make_segment(i, n, *FORMATS[i % 4], offset=i % 5, special=special) for i, n in enumerate(sizes)]
+    return segments, [by_the_definition(segment) for segment in segments]
+
+
+def make_list(special: bool = True) -> list[Segment]:
+    return [copy(segment) for segment in _list(special)[0]]
+
+
+def assert_updated(segments: list[Segment]) -> None:
+    """Whether a `make_list` is now what one step by the definition makes of it."""
+    for segment, truth in zip(segments, _list(True)[1], strict=True):
+        assert_same_bits(segment, truth)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_list_of_segments_is_the_definition(variant: str, measure: bool, num_threads: int) -> None:
+    segments = make_list()
+    loaded = kernel.load_kernel(variant)
+    assert loaded is not None
+    loaded.adamw(segments, num_threads, measure)
+    assert_updated(segments)
+
+
+def test_a_measure_depends_on_its_segment_alone() -> None:
+    """Not on the number of threads, not on the instruction set, not on what else is in the list."""
+    alone = [run_kernel(VARIANTS[0], segment, measure=True) for segment in make_list(special=False)]
+    assert sum(pair[0] > 0.0 for pair in alone) == sum(segment.grad.numel() > 0 for segment in make_list())
+    for variant in VARIANTS:
+        loaded = kernel.load_kernel(variant)
+        assert loaded is not None
+        for num_threads in (1, 2, 3, 7):
+            assert loaded.adamw(make_list(special=False), num_threads, measure=True) == alone
+
+
+def test_an_empty_list() -> None:
+    loaded = kernel.load_kernel()
+    assert loaded is not None
+    assert loaded.adamw([], 3) is None
+    assert loaded.adamw([], 3, measure=True) == []
+
+
+def test_calls_may_run_at_once() -> None:
+    loaded = kernel.load_kernel()
+    assert loaded is not None
+    lists = [make_list() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda segments: loaded.adamw(segments, 3), lists))
+    for segments in lists:
+        assert_updated(segments)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_forked_after_use_may_use_it_too() -> None:
+    loaded = kernel.load_kernel()
+    assert loaded is not None
+    loaded.adamw(make_list(), 3)
+    segment = make_segment(4, 3 * PIECE, True, torch.bfloat16)
+    expected = by_the_definition(segment)
+    for tensor in (segment.weights, segment.low, segment.grad, segment.m, segment.v):
+        tensor.share_memory_()
+    child = multiprocessing.get_context("fork").Process(target=loaded.adamw, args=([segment], 3))
+    child.start()
+    child.join(60)
+    if child.is_alive():
+        child.kill()
+    assert child.exitcode == 0
+    assert_same_bits(segment, expected)
+
+
+def test_no_memory_is_an_error_and_not_half_an_update() -> None:
+    loaded = kernel.load_kernel()
+    assert loaded is not None
+    segment = make_segment(4, 3 * PIECE, True, torch.bfloat16)
+    before = copy(segment)
+    starved = replace(loaded, _adamw=lambda ranges, num_ranges, num_threads, sums: -1)
+    with pytest.raises(MemoryError, match="update on the CPU"):
+        starved.adamw([segment], 2)
+    assert_same_bits(segment, before)
 
 
 # --- finding and compiling it ---
@@ -212,8 +310,7 @@ def test_no_home_folder_compiles_into_a_folder_that_goes_away(
     assert loaded is not None and not loaded.path.exists()
     segment = make_segment(2, 50, True, torch.bfloat16)
     expected = by_the_definition(segment)
-    s = segment
-    loaded.adamw(s.weights, s.low, s.grad, s.m, s.v, s.scalars)
+    loaded.adamw([segment], 1)
     assert_same_bits(segment, expected)
 
 

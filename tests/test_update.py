@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,10 @@ import torch
 from update_cases import FORMATS, VARIANTS, assert_same_bits, by_the_definition, make_segment
 
 from megatrain.base.errors import UserError
-from megatrain.optim import update
+from megatrain.optim import torch_update, update
 from megatrain.optim.formula import AdamWScalars
-from megatrain.optim.update import CpuUpdater, Measure, Segment
+from megatrain.optim.segment import Segment
+from megatrain.optim.update import CpuUpdater, Measure
 from megatrain.store import masters
 
 
@@ -56,28 +58,29 @@ def test_twenty_steps_agree_with_torch_adamw(path: str) -> None:
 def test_updater_is_the_definition_however_it_splits(
     path: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Odd sizes, so that ranges and pieces end anywhere; many small segments, so that tasks gather several.
-    monkeypatch.setattr(update, "RANGE", 777)
-    monkeypatch.setattr(update, "PIECE", 100)
+    # Odd sizes, so that PyTorch's ranges and pieces end anywhere; many small segments, so that tasks gather several.
+    monkeypatch.setattr(torch_update, "RANGE", 777)
+    monkeypatch.setattr(torch_update, "PIECE", 100)
     sizes = [0, 1, 5000, 3, 200, 200, 777, 1554, 400, 0, 776]
     segments = [make_segment(i, n, *FORMATS[i % 4], offset=i % 5) for i, n in enumerate(sizes)]
     expected = [by_the_definition(segment) for segment in segments]
     with CpuUpdater(num_threads, path) as updater:
         assert updater.run(segments) == [None] * len(sizes)
+        assert updater.run([]) == []
     for segment, truth in zip(segments, expected, strict=True):
         assert_same_bits(segment, truth)
 
 
 @pytest.mark.parametrize("path", ["auto", "torch"])
 def test_measures_do_not_depend_on_threads(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "RANGE", 501)
-    sizes = [7, 4000, 600, 0]
+    monkeypatch.setattr(torch_update, "RANGE", 501)
+    sizes = [7, 200_000, 600, 0]
     per_count = []
-    for num_threads in (1, 2, 5):
+    for num_threads in (1, 2, 3, 7):
         segments = [make_segment(i, n, True, torch.bfloat16, special=False) for i, n in enumerate(sizes)]
         with CpuUpdater(num_threads, path) as updater:
             per_count.append(updater.run(segments, measure=True))
-    assert per_count[0] == per_count[1] == per_count[2]
+    assert all(measures == per_count[0] for measures in per_count)
     whole = [make_segment(i, n, True, torch.bfloat16, special=False) for i, n in enumerate(sizes)]
     for measure, segment in zip(per_count[0], whole, strict=True):
         old = masters.join(segment.weights, segment.low).double()
@@ -88,6 +91,45 @@ def test_measures_do_not_depend_on_threads(path: str, monkeypatch: pytest.Monkey
         np.testing.assert_allclose(measure.weight_squares, (old**2).sum().item(), rtol=1e-12)
 
 
+@pytest.mark.parametrize("path", ["auto", "torch"])
+def test_runs_of_several_threads_at_once(path: str) -> None:
+    sizes = [5000, 0, 100_000, 31]
+    lists = [[make_segment(i, n, *FORMATS[i % 4]) for i, n in enumerate(sizes)] for _ in range(3)]
+    expected = [by_the_definition(segment) for segment in lists[0]]
+    with CpuUpdater(2, path) as updater, ThreadPoolExecutor(3) as callers:
+        list(callers.map(updater.run, lists))
+    for segments in lists:
+        for segment, truth in zip(segments, expected, strict=True):
+            assert_same_bits(segment, truth)
+
+
+def test_a_run_is_one_call_of_the_kernel() -> None:
+    """So that no thread of Python's waits for the update: many small calls would take turns with it at its lock."""
+    calls = []
+    with CpuUpdater(3) as updater:
+        kernel = updater._kernel
+        assert kernel is not None
+
+        def spy(*args: object) -> int:
+            calls.append(args)
+            return kernel._adamw(*args)
+
+        updater._kernel = replace(kernel, _adamw=spy)
+        segments = [make_segment(i, n, True, torch.bfloat16) for i, n in enumerate([300_000, 5, 0, 70_000])]
+        expected = [by_the_definition(segment) for segment in segments]
+        updater.run(segments)
+    for segment, truth in zip(segments, expected, strict=True):
+        assert_same_bits(segment, truth)
+    assert [(num_ranges, num_threads) for _, num_ranges, num_threads, _ in calls] == [(4, 3)]
+
+
+def test_two_cores_of_many_are_left_to_the_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_cores, num_threads in {1: 1, 2: 2, 7: 7, 8: 6, 16: 14, 96: 94}.items():
+        monkeypatch.setattr(update, "_num_usable_cores", lambda n=num_cores: n)
+        assert CpuUpdater().num_threads == num_threads
+    assert CpuUpdater(96).num_threads == 96
+
+
 def test_measure_ratio() -> None:
     assert Measure(4.0, 16.0).ratio == 0.5
     assert Measure(0.0, 0.0).ratio == 0.0
@@ -95,12 +137,12 @@ def test_measure_ratio() -> None:
 
 
 def test_a_worker_exception_is_raised_after_the_others_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 tasks on 3 threads, task 1 fails while task 2 runs."""
-    monkeypatch.setattr(update, "RANGE", 10)
+    """In PyTorch: of 100 tasks on 3 threads, task 1 fails while task 2 runs."""
+    monkeypatch.setattr(torch_update, "RANGE", 10)
     task_2_runs = threading.Event()
     ended = []
 
-    def work(self: CpuUpdater, part: Segment, measure: bool) -> None:
+    def work(part: Segment, measure: bool) -> None:
         task = int(part.grad[0])
         if task == 1:
             assert task_2_runs.wait(10)
@@ -110,10 +152,10 @@ def test_a_worker_exception_is_raised_after_the_others_ended(monkeypatch: pytest
         time.sleep(0.2 if task == 2 else 0.02)
         ended.append(task)
 
-    monkeypatch.setattr(CpuUpdater, "_update", work)
+    monkeypatch.setattr(torch_update, "_update", work)
     segment = make_segment(0, 1000, False, torch.float32, special=False)
     segment.grad.copy_(torch.arange(1000) // 10)
-    with CpuUpdater(3) as updater:
+    with CpuUpdater(3, "torch") as updater:
         with pytest.raises(MemoryError, match="worker 1"):
             updater.run([segment])
         assert 2 in ended, "no worker may still be writing when run raises"
@@ -131,10 +173,12 @@ def test_weights_that_require_grad_are_updated_in_place() -> None:
         assert segment.weights.grad_fn is None
 
 
-def test_a_closed_updater_refuses() -> None:
-    updater = CpuUpdater(1)
+@pytest.mark.parametrize("path", ["auto", "torch"])
+def test_a_closed_updater_refuses(path: str) -> None:
+    updater = CpuUpdater(1, path)
     updater.close()
-    with pytest.raises(RuntimeError):
+    updater.close()
+    with pytest.raises(RuntimeError, match="closed"):
         updater.run([make_segment(0, 10, False, torch.float32)])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatrain.optim import kernel
 from megatrain.optim.formula import AdamWScalars, adamw_
-from megatrain.optim.update import Segment
+from megatrain.optim.segment import Segment
 from megatrain.store import masters
 
 VARIANTS = kernel.supported_variants()

@@ -20,7 +20,10 @@ LIBRARY_NAME = "_kernel.so"
 """The name of the library beside its source, in a wheel or an editable install."""
 
 # -O3 also turns on the vectoriser, in gcc and clang. No -march: each function names its own instruction set.
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden")
+FLAGS = (
+    *("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno"),
+    *("-pthread", "-fPIC", "-shared", "-fvisibility=hidden"),
+)
 
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_SECONDS = 60.0  # it takes about one second; a compiler that hangs must not hang the training

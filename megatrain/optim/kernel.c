@@ -8,12 +8,21 @@
    makes a vector loop of it. It is bound by memory: 26 bytes a parameter for a split master with bf16 gradients and fp32
    moments, 28 for fp32 throughout. Every line is read once and written once, in place; software prefetch did not help.
 
+   One call updates a whole list of ranges on its own threads, which know nothing of Python: a caller that has released
+   the interpreter's lock does not take it again before all is done. No result depends on the number of threads. They
+   are started and joined in the call (tens of microseconds each, where a call takes milliseconds), so nothing is left
+   that a fork could break, and calls may run at the same time.
+
    What it gives up: NaNs stay NaNs, with any sign and payload (a split master has one NaN only). */
 
 #include <float.h>
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 _Static_assert(FLT_EVAL_METHOD == 0, "fp32 arithmetic must round each operation to fp32");
@@ -33,7 +42,8 @@ _Static_assert(FLT_EVAL_METHOD == 0, "fp32 arithmetic must round each operation 
 
 enum {
     block = 1024, /* parameters between two sums of a measure: 8 KiB of scratch, which stays in the first cache */
-    lanes = 16    /* partial sums of a measure */
+    lanes = 16,   /* partial sums of a measure */
+    piece = 1 << 16 /* parameters that a thread takes at a time, and between two sums of a range's measure */
 };
 
 /* Fields and order of optim/formula.py:AdamWScalars. */
@@ -41,8 +51,8 @@ struct adamw_scalars {
     float clip, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, bias2_sqrt, step_size;
 };
 
-/* What one call updates: n parameters. weights: float, or with `low` the upper halves (bf16) of a split master, whose
-   lower halves are `low`. grad: float, or bf16 when the call says so. */
+/* n parameters with the same scalars. weights: float, or with `low` the upper halves (bf16) of a split master, whose
+   lower halves are `low`. grad: float or bf16. */
 struct adamw_range {
     void *weights;
     int16_t *low;
@@ -50,6 +60,8 @@ struct adamw_range {
     float *m;
     float *v;
     int64_t n;
+    int32_t grad_is_bf16;
+    struct adamw_scalars scalars;
 };
 
 ALWAYS_INLINE uint32_t bits_of(float x) {
@@ -80,7 +92,8 @@ ALWAYS_INLINE uint32_t bits_to_split(float x) {
 /* The formula on parameters [from, from + n). With `old` (n floats, and `change` too) it also writes the weights before
    the step and how much each changed. */
 ALWAYS_INLINE void adamw_span(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
-                              int64_t n, const struct adamw_scalars s, float *restrict old, float *restrict change) {
+                              int64_t n, float *restrict old, float *restrict change) {
+    const struct adamw_scalars s = r.scalars;
     float *restrict w32 = (float *)r.weights + from;
     uint16_t *restrict hi = (uint16_t *)r.weights + from;
     int16_t *restrict lo = split ? r.low + from : NULL;
@@ -119,15 +132,15 @@ ALWAYS_INLINE void add_squares(double *restrict sums, const float *restrict x, i
             sums[lane] += (double)x[i + lane] * (double)x[i + lane];
 }
 
-/* As adamw_span for the whole range; measure[0] = sum of squared changes, measure[1] = sum of squared old weights. */
-ALWAYS_INLINE void adamw_measured(const int split, const int grad_is_bf16, const struct adamw_range r,
-                                  const struct adamw_scalars s, double *measure) {
+/* As adamw_span; measure[0] = sum of squared changes, measure[1] = sum of squared old weights. */
+ALWAYS_INLINE void adamw_measured(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
+                                  int64_t n, double *measure) {
     float old[block], change[block];
     double old_sums[lanes] = {0}, change_sums[lanes] = {0};
-    for (int64_t from = 0; from < r.n; from += block) {
-        const int64_t n = r.n - from < block ? r.n - from : block;
-        adamw_span(split, grad_is_bf16, r, from, n, s, old, change);
-        int64_t padded = n;
+    for (const int64_t end = from + n; from < end; from += block) {
+        const int64_t size = end - from < block ? end - from : block;
+        adamw_span(split, grad_is_bf16, r, from, size, old, change);
+        int64_t padded = size;
         for (; padded % lanes; padded++)
             old[padded] = change[padded] = 0.0f;
         add_squares(change_sums, change, padded);
@@ -140,32 +153,128 @@ ALWAYS_INLINE void adamw_measured(const int split, const int grad_is_bf16, const
     }
 }
 
-ALWAYS_INLINE void adamw_format(const int split, const int grad_is_bf16, const struct adamw_range r,
-                                const struct adamw_scalars s, double *measure) {
+ALWAYS_INLINE void adamw_format(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
+                                int64_t n, double *measure) {
     if (measure)
-        adamw_measured(split, grad_is_bf16, r, s, measure);
+        adamw_measured(split, grad_is_bf16, r, from, n, measure);
     else
-        adamw_span(split, grad_is_bf16, r, 0, r.n, s, NULL, NULL);
+        adamw_span(split, grad_is_bf16, r, from, n, NULL, NULL);
 }
 
-ALWAYS_INLINE void adamw_any(const struct adamw_range r, int grad_is_bf16, const struct adamw_scalars s,
-                             double *measure) {
-    if (r.low && grad_is_bf16)
-        adamw_format(1, 1, r, s, measure);
+ALWAYS_INLINE void adamw_any(const struct adamw_range r, int64_t from, int64_t n, double *measure) {
+    if (r.low && r.grad_is_bf16)
+        adamw_format(1, 1, r, from, n, measure);
     else if (r.low)
-        adamw_format(1, 0, r, s, measure);
-    else if (grad_is_bf16)
-        adamw_format(0, 1, r, s, measure);
+        adamw_format(1, 0, r, from, n, measure);
+    else if (r.grad_is_bf16)
+        adamw_format(0, 1, r, from, n, measure);
     else
-        adamw_format(0, 0, r, s, measure);
+        adamw_format(0, 0, r, from, n, measure);
 }
 
-/* For each instruction set: adamw_NAME updates a range, and supports_NAME says whether this processor can run it.
-   measure: NULL, or two doubles to write. */
+/* Updates parameters [from, from + n) of a range; measure: NULL, or two doubles to write. */
+typedef void update_piece(const struct adamw_range *range, int64_t from, int64_t n, double *measure);
+
+/* One call, as its threads see it. */
+struct job {
+    update_piece *update;
+    const struct adamw_range *ranges;
+    const int64_t *first_piece; /* of each range; one entry more: the number of all pieces */
+    int64_t num_pieces;
+    double *sums; /* two a piece, or NULL */
+    atomic_int_fast64_t next;
+};
+
+/* Takes piece after piece until none is left. */
+static void *work(void *pointer) {
+    struct job *job = pointer;
+    int64_t range = 0;
+    for (;;) {
+        const int64_t number = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+        if (number >= job->num_pieces)
+            return NULL;
+        while (job->first_piece[range + 1] <= number) /* numbers only grow */
+            range++;
+        const int64_t from = (number - job->first_piece[range]) * piece;
+        const int64_t left = job->ranges[range].n - from;
+        job->update(&job->ranges[range], from, left < piece ? left : piece, job->sums ? job->sums + 2 * number : NULL);
+    }
+}
+
+/* Works on this thread and on up to num_helpers more (as many as can be started); returns when all is done. */
+static void work_together(struct job *job, pthread_t *helpers, int64_t num_helpers) {
+    /* Signals are for the threads of the program; but a fault is reported by the thread that makes it. */
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    sigdelset(&blocked, SIGSEGV);
+    sigdelset(&blocked, SIGBUS);
+    sigdelset(&blocked, SIGFPE);
+    sigdelset(&blocked, SIGILL);
+    pthread_sigmask(SIG_BLOCK, &blocked, &before);
+    int64_t num_started = 0;
+    while (num_started < num_helpers && pthread_create(&helpers[num_started], NULL, work, job) == 0)
+        num_started++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    work(job);
+    for (int64_t i = 0; i < num_started; i++)
+        pthread_join(helpers[i], NULL);
+}
+
+/* measures[2r], measures[2r + 1]: the sums of range r over its pieces, in order. */
+static void add_pieces(const struct job *job, int64_t num_ranges, double *measures) {
+    for (int64_t range = 0; range < num_ranges; range++) {
+        double change = 0.0, old = 0.0;
+        for (int64_t number = job->first_piece[range]; number < job->first_piece[range + 1]; number++) {
+            change += job->sums[2 * number];
+            old += job->sums[2 * number + 1];
+        }
+        measures[2 * range] = change;
+        measures[2 * range + 1] = old;
+    }
+}
+
+/* Updates all ranges on at most num_threads threads, this one among them. Small ranges start no threads of their own:
+   there is one for each `piece` parameters of the list. measures: NULL, or two doubles a range to write.
+   Returns 0, or -1 when there is no memory and nothing was updated. */
+static int run(update_piece *update, const struct adamw_range *ranges, int64_t num_ranges, int64_t num_threads,
+               double *measures) {
+    int64_t num_params = 0, num_pieces = 0;
+    for (int64_t range = 0; range < num_ranges; range++) {
+        num_params += ranges[range].n;
+        num_pieces += (ranges[range].n + piece - 1) / piece;
+    }
+    if (num_threads > (num_params + piece - 1) / piece)
+        num_threads = (num_params + piece - 1) / piece;
+    const int64_t num_helpers = num_threads > 1 ? num_threads - 1 : 0;
+
+    /* One more than needed: for the end of the pieces, and because malloc(0) may return NULL. */
+    int64_t *first_piece = malloc((size_t)(num_ranges + 1) * sizeof *first_piece);
+    pthread_t *helpers = malloc((size_t)(num_helpers + 1) * sizeof *helpers);
+    double *sums = measures ? malloc((size_t)(num_pieces + 1) * 2 * sizeof *sums) : NULL;
+    const int has_memory = first_piece && helpers && (sums || !measures);
+    if (has_memory) {
+        first_piece[0] = 0;
+        for (int64_t range = 0; range < num_ranges; range++)
+            first_piece[range + 1] = first_piece[range] + (ranges[range].n + piece - 1) / piece;
+        struct job job = {update, ranges, first_piece, num_pieces, sums, 0};
+        work_together(&job, helpers, num_helpers);
+        if (measures)
+            add_pieces(&job, num_ranges, measures);
+    }
+    free(first_piece);
+    free(helpers);
+    free(sums);
+    return has_memory ? 0 : -1;
+}
+
+/* For each instruction set: adamw_NAME is `run` with its loops, and supports_NAME says whether this processor can. */
 #define VARIANT(name, target, supported)                                                                               \
-    EXPORT target void adamw_##name(const struct adamw_range *range, int grad_is_bf16,                                 \
-                                    const struct adamw_scalars *scalars, double *measure) {                            \
-        adamw_any(*range, grad_is_bf16, *scalars, measure);                                                            \
+    static target void update_##name(const struct adamw_range *range, int64_t from, int64_t n, double *measure) {      \
+        adamw_any(*range, from, n, measure);                                                                           \
+    }                                                                                                                  \
+    EXPORT int adamw_##name(const struct adamw_range *ranges, int64_t num_ranges, int64_t num_threads,                 \
+                            double *measures) {                                                                        \
+        return run(update_##name, ranges, num_ranges, num_threads, measures);                                          \
     }                                                                                                                  \
     EXPORT int supports_##name(void) {                                                                                 \
         return supported;                                                                                              \

@@ -4,9 +4,10 @@ Where the library comes from: the wheel ships it beside `kernel.c`; where it is 
 compiled once into a folder of the user's (about a second, and it says so); where that fails, `load_kernel` returns None
 and the caller uses the formula in PyTorch, with the same results.
 
-Rule: ctypes only. A call holds no GIL, so threads run side by side, and nothing depends on PyTorch's own ABI.
+Rule: ctypes only, and one call for a whole list of segments. The call holds no GIL and its threads live in C, so no
+other thread of Python's waits for it; and nothing depends on PyTorch's own ABI.
 
-What it gives up: the kernel checks nothing, and a wrong length writes somewhere else. So `update.py` checks first.
+What it gives up: the kernel checks nothing, and a wrong length writes somewhere else. So `Segment` checks first.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import os
 import platform
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatrain.optim import compiler
 from megatrain.optim.formula import AdamWScalars
+from megatrain.optim.segment import Segment
 
 log = logging.getLogger(__name__)
 
 VARIANTS = ("baseline", "avx2", "avx512")
 _VARIANT_OF_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}
 _SCALARS = tuple(field.name for field in fields(AdamWScalars))  # the order of `struct adamw_scalars`
+_values = attrgetter(*_SCALARS)
 _load_lock = threading.Lock()
 
 
@@ -46,6 +50,8 @@ class _Range(ctypes.Structure):
         ("m", ctypes.c_void_p),
         ("v", ctypes.c_void_p),
         ("n", ctypes.c_int64),
+        ("grad_is_bf16", ctypes.c_int32),
+        ("scalars", ctypes.c_float * len(_SCALARS)),
     ]
 
 
@@ -60,33 +66,31 @@ class Kernel:
     _adamw: ctypes._CFuncPtr
 
     def adamw(
-        self,
-        weights: Tensor,
-        low: Tensor | None,
-        grad: Tensor,
-        m: Tensor,
-        v: Tensor,
-        scalars: AdamWScalars,
-        measure: bool = False,
-    ) -> tuple[float, float] | None:
-        """One AdamW step in place, on the calling thread.
+        self, segments: Sequence[Segment], num_threads: int, measure: bool = False
+    ) -> list[tuple[float, float]] | None:
+        """One AdamW step in place, on at most num_threads threads, the calling one among them.
 
-        All tensors are (n,), contiguous, on the CPU and do not overlap. weights: fp32 with low None, or bf16 with
-        low int16 (a split master). grad: fp32 or bf16; left as it is. m, v: fp32.
-        Returns, with `measure`, (sum of squared weight changes, sum of squared weights before the step).
+        Returns, with `measure`, for each segment (sum of squared weight changes, sum of squared weights before the
+        step). Raises MemoryError, and has then updated nothing.
         """
-        span = _Range(
-            weights.data_ptr(),
-            None if low is None else low.data_ptr(),
-            grad.data_ptr(),
-            m.data_ptr(),
-            v.data_ptr(),
-            grad.numel(),
-        )
-        sums = (ctypes.c_double * 2)() if measure else None
-        packed = (ctypes.c_float * len(_SCALARS))(*(getattr(scalars, name) for name in _SCALARS))
-        self._adamw(ctypes.byref(span), grad.dtype == torch.bfloat16, packed, sums)
-        return None if sums is None else (sums[0], sums[1])
+        ranges = (_Range * len(segments))(*map(_pack, segments))
+        sums = (ctypes.c_double * (2 * len(segments)))() if measure else None
+        if self._adamw(ranges, len(segments), num_threads, sums):
+            raise MemoryError("no memory to organise an update on the CPU")
+        return None if sums is None else list(zip(sums[::2], sums[1::2], strict=True))
+
+
+def _pack(segment: Segment) -> _Range:
+    return _Range(
+        segment.weights.data_ptr(),
+        None if segment.low is None else segment.low.data_ptr(),
+        segment.grad.data_ptr(),
+        segment.m.data_ptr(),
+        segment.v.data_ptr(),
+        segment.grad.numel(),
+        segment.grad.dtype == torch.bfloat16,
+        _values(segment.scalars),
+    )
 
 
 def load_kernel(variant: str | None = None) -> Kernel | None:
@@ -107,8 +111,8 @@ def load_kernel(variant: str | None = None) -> Kernel | None:
     if not _supports(library, variant):
         raise ValueError(f'CPU kernel: this processor does not run {variant!r}; use "baseline" or leave it out')
     function = getattr(library, f"adamw_{variant}")
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return Kernel(variant, path, function)
 
 

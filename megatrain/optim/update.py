@@ -1,64 +1,22 @@
-"""Runs updates on the CPU: flat tensors, cut into ranges, over threads, by the C kernel or by the formula in PyTorch.
+"""Runs updates on the CPU: lists of segments, over threads, by the C kernel or by the formula in PyTorch.
 
-Rule: no result depends on the number of threads, on how the work is split, or on which path runs it. A range has a
-fixed size, so the sums of a measure are added in one order too.
+Rule: no result depends on the number of threads, on how the work is split, or on which path runs it. (A measure may
+differ between kernel and PyTorch in its last bits: sums in another order.)
 
-What it gives up: it checks dtypes and sizes, not whether two segments overlap; those of one run must not.
+What it gives up: a run cannot be stopped half way.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from megatrain.base.errors import UserError
-from megatrain.optim.formula import AdamWScalars, adamw_
 from megatrain.optim.kernel import Kernel, load_kernel
-from megatrain.store import masters
-
-# Parameters of one task: about 2 ms of a thread where 16 threads share the memory, so that Python's share is small.
-RANGE = 1 << 19
-# Parameters that the PyTorch path works on at a time: the most for which PyTorch starts no threads of its own, with
-# about 1 MB of temporaries.
-PIECE = 1 << 15
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Parameters that are updated with the same scalars. All tensors: (n,), contiguous, on the CPU."""
-
-    weights: Tensor
-    """fp32 masters, or the bf16 upper halves of split masters."""
-    low: Tensor | None
-    """int16 lower halves of split masters; None with fp32 masters."""
-    grad: Tensor
-    """fp32 or bf16, before clipping. Left as it is."""
-    m: Tensor
-    """fp32 first moments."""
-    v: Tensor
-    """fp32 second moments."""
-    scalars: AdamWScalars
-
-    def __post_init__(self) -> None:
-        split = self.low is not None
-        _check("weights", self.weights, (torch.bfloat16,) if split else (torch.float32,), self.grad)
-        _check("grad", self.grad, (torch.float32, torch.bfloat16), self.grad)
-        _check("m", self.m, (torch.float32,), self.grad)
-        _check("v", self.v, (torch.float32,), self.grad)
-        if self.low is not None:
-            _check("low", self.low, (torch.int16,), self.grad)
-
-    def part(self, start: int, stop: int) -> Segment:
-        """The parameters [start, stop), as views."""
-        low = None if self.low is None else self.low[start:stop]
-        rest = (tensor[start:stop] for tensor in (self.grad, self.m, self.v))
-        return Segment(self.weights[start:stop], low, *rest, self.scalars)
+from megatrain.optim.segment import Segment
+from megatrain.optim.torch_update import TorchPool
 
 
 @dataclass(frozen=True)
@@ -79,19 +37,25 @@ class Measure:
 
 
 class CpuUpdater:
-    """A pool of threads that applies AdamW to segments. `run` may be called from several threads at once."""
+    """Applies AdamW to segments on several threads. `run` may be called from several threads at once.
+
+    With the C kernel a run is one foreign call: its threads live in C and hold no lock of Python's, so the thread that
+    launches GPU kernels runs on undisturbed.
+    """
 
     def __init__(self, num_threads: int | None = None, kernel: str = "auto") -> None:
-        """num_threads: None for all cores that this process may use. kernel: "auto" (the C kernel, or PyTorch where
-        there is none), "torch", or a variant of the C kernel ("baseline", "avx2", "avx512").
+        """num_threads: of one run; None for all cores that this process may use, less two where there are 8 or more
+        (for the threads that launch GPU kernels and copies). kernel: "auto" (the C kernel, or PyTorch where there is
+        none), "torch", or a variant of the C kernel ("baseline", "avx2", "avx512").
 
         Raises UserError when num_threads < 1 or the named variant cannot run here.
         """
         if num_threads is not None and num_threads < 1:
-            raise UserError(f"num_threads must be 1 or more, got {num_threads}; leave it out to use every core")
-        self.num_threads = num_threads or _num_usable_cores()
+            raise UserError(f"num_threads must be 1 or more, got {num_threads}; leave it out for a good number")
+        self.num_threads = num_threads or _default_num_threads(_num_usable_cores())
         self._kernel = _find_kernel(kernel)
-        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="megatrain-update")
+        self._pool = TorchPool(self.num_threads) if self._kernel is None else None
+        self._closed = False
 
     @property
     def path(self) -> str:
@@ -101,90 +65,28 @@ class CpuUpdater:
     def run(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
         """Update every segment and return when all are done: for each its Measure, or None without `measure`.
 
-        An exception in a worker is raised here, once no worker is running any more.
+        Raises MemoryError when there is no memory to organise the work; with the kernel, nothing was updated then.
         """
-        tasks = list(_tasks([segment.grad.numel() for segment in segments]))
-        futures = [self._pool.submit(self._run_task, segments, task, measure) for task in tasks]
-        _wait_or_raise(futures)
-        if not measure:
-            return [None] * len(segments)
-        sums = [(0.0, 0.0)] * len(segments)
-        for task, future in zip(tasks, futures, strict=True):
-            for (index, _, _), (change, weight) in zip(task, future.result(), strict=True):
-                sums[index] = (sums[index][0] + change, sums[index][1] + weight)
-        return [Measure(*pair) for pair in sums]
+        if self._closed:
+            raise RuntimeError("this CpuUpdater is closed: make another one")
+        if self._kernel is not None:
+            sums = self._kernel.adamw(segments, self.num_threads, measure)
+        else:
+            assert self._pool is not None
+            sums = self._pool.adamw(segments, measure)
+        return [None] * len(segments) if sums is None else [Measure(*pair) for pair in sums]
 
     def close(self) -> None:
-        """End the threads. `run` raises RuntimeError from now on."""
-        self._pool.shutdown()
+        """Refuse further runs: `run` raises RuntimeError from now on."""
+        self._closed = True
+        if self._pool is not None:
+            self._pool.close()
 
     def __enter__(self) -> CpuUpdater:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run_task(self, segments: Sequence[Segment], task: Task, measure: bool) -> list[tuple[float, float]]:
-        """Update the ranges of one task, on a worker. Returns a pair of sums for each range, or nothing."""
-        sums = []
-        with torch.no_grad():
-            for index, start, stop in task:
-                pair = self._update(segments[index].part(start, stop), measure)
-                if pair is not None:
-                    sums.append(pair)
-        return sums
-
-    def _update(self, part: Segment, measure: bool) -> tuple[float, float] | None:
-        if self._kernel is None:
-            return _update_in_torch(part, measure)
-        return self._kernel.adamw(part.weights, part.low, part.grad, part.m, part.v, part.scalars, measure)
-
-
-Task = list[tuple[int, int, int]]
-"""Ranges for one worker call: (index of the segment, start, stop)."""
-
-
-def _tasks(sizes: Sequence[int]) -> Iterator[Task]:
-    """Cut segments of these sizes into ranges of at most RANGE, and gather small ones into tasks of about RANGE."""
-    task: Task = []
-    num_gathered = 0
-    for index, size in enumerate(sizes):
-        for start in range(0, size, RANGE):
-            stop = min(start + RANGE, size)
-            task.append((index, start, stop))
-            num_gathered += stop - start
-            if num_gathered >= RANGE:
-                yield task
-                task, num_gathered = [], 0
-    if task:
-        yield task
-
-
-def _update_in_torch(part: Segment, measure: bool) -> tuple[float, float] | None:
-    """`Kernel.adamw` in plain PyTorch: pieces of a split master are joined, updated by the formula and split again."""
-    change = weight = 0.0
-    for start in range(0, part.grad.numel(), PIECE):
-        piece = part.part(start, start + PIECE)
-        w = piece.weights if piece.low is None else masters.join(piece.weights, piece.low)
-        old = w.clone() if measure else None
-        adamw_(w, piece.grad.float(), piece.m, piece.v, piece.scalars)
-        if piece.low is not None:
-            masters.split_(w, piece.weights, piece.low)
-        if old is not None:
-            change += (w - old).double().square_().sum().item()
-            weight += old.double().square_().sum().item()
-    return (change, weight) if measure else None
-
-
-def _wait_or_raise(futures: Sequence[Future]) -> None:
-    """Wait for all. After a first failure start no more, wait for those that run, and raise it."""
-    _, pending = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in pending:
-        future.cancel()
-    wait(futures)
-    for future in futures:
-        if not future.cancelled():
-            future.result()
 
 
 def _find_kernel(name: str) -> Kernel | None:
@@ -207,13 +109,6 @@ def _num_usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
-    """Raise ValueError unless the tensor is what a Segment says."""
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"Segment.{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"Segment.{name} must be a flat contiguous CPU tensor, got {tuple(tensor.shape)} on {tensor.device}"
-        )
-    if tensor.numel() != like.numel():
-        raise ValueError(f"Segment.{name} has {tensor.numel()} elements, grad has {like.numel()}")
+def _default_num_threads(num_cores: int) -> int:
+    """All cores, less two for the threads that feed the GPU where that costs the update little."""
+    return num_cores - 2 if num_cores >= 8 else num_cores

@@ -1,0 +1,104 @@
+"""The update in plain PyTorch, for machines without a C compiler: the kernel's results bit for bit, much slower.
+
+Rule: no result depends on the number of threads. A range has a fixed size, so the sums of a measure are added in one
+order too.
+
+What it gives up: speed, and its threads take Python's lock for every range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+import torch
+
+from megatrain.optim.formula import adamw_
+from megatrain.optim.segment import Segment
+from megatrain.store import masters
+
+RANGE = 1 << 19  # parameters of one task
+# Parameters that a thread works on at a time: the most for which PyTorch starts no threads of its own, with about 1 MB
+# of temporaries.
+PIECE = 1 << 15
+
+
+class TorchPool:
+    """A pool of threads that applies the formula to segments."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megatrain-update")
+
+    def adamw(self, segments: Sequence[Segment], measure: bool = False) -> list[tuple[float, float]] | None:
+        """One AdamW step in place; returns what `Kernel.adamw` returns.
+
+        An exception in a worker is raised here, once no worker is running any more.
+        """
+        tasks = list(_tasks([segment.grad.numel() for segment in segments]))
+        futures = [self._pool.submit(_run_task, segments, task, measure) for task in tasks]
+        _wait_or_raise(futures)
+        if not measure:
+            return None
+        sums = [(0.0, 0.0)] * len(segments)
+        for task, future in zip(tasks, futures, strict=True):
+            for (index, _, _), (change, weight) in zip(task, future.result(), strict=True):
+                sums[index] = (sums[index][0] + change, sums[index][1] + weight)
+        return sums
+
+    def close(self) -> None:
+        """End the threads, once they have done what was asked of them."""
+        self._pool.shutdown()
+
+
+Task = list[tuple[int, int, int]]
+"""Ranges for one worker call: (index of the segment, start, stop)."""
+
+
+def _tasks(sizes: Sequence[int]) -> Iterator[Task]:
+    """Cut segments of these sizes into ranges of at most RANGE, and gather small ones into tasks of about RANGE."""
+    task: Task = []
+    num_gathered = 0
+    for index, size in enumerate(sizes):
+        for start in range(0, size, RANGE):
+            stop = min(start + RANGE, size)
+            task.append((index, start, stop))
+            num_gathered += stop - start
+            if num_gathered >= RANGE:
+                yield task
+                task, num_gathered = [], 0
+    if task:
+        yield task
+
+
+def _run_task(segments: Sequence[Segment], task: Task, measure: bool) -> list[tuple[float, float]]:
+    """Update the ranges of one task, on a worker. Returns a pair of sums for each range, or nothing."""
+    with torch.no_grad():
+        sums = [_update(segments[index].part(start, stop), measure) for index, start, stop in task]
+    return [pair for pair in sums if pair is not None]
+
+
+def _update(part: Segment, measure: bool) -> tuple[float, float] | None:
+    """Piece by piece: a split master is joined, updated by the formula and split again."""
+    change = weight = 0.0
+    for start in range(0, part.grad.numel(), PIECE):
+        piece = part.part(start, start + PIECE)
+        w = piece.weights if piece.low is None else masters.join(piece.weights, piece.low)
+        old = w.clone() if measure else None
+        adamw_(w, piece.grad.float(), piece.m, piece.v, piece.scalars)
+        if piece.low is not None:
+            masters.split_(w, piece.weights, piece.low)
+        if old is not None:
+            change += (w - old).double().square_().sum().item()
+            weight += old.double().square_().sum().item()
+    return (change, weight) if measure else None
+
+
+def _wait_or_raise(futures: Sequence[Future]) -> None:
+    """Wait for all. After a first failure start no more, wait for those that run, and raise it."""
+    _, pending = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in pending:
+        future.cancel()
+    wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
