@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from command_helpers import files_below, write_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import megatrain as mt
 from megatrain import cli
 from megatrain.data.build import build_datasets
 from megatrain.recipe import load_recipe
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on what another one left in the folder from which it is run."""
+def no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test has a folder of its own and leaves megatrain.init as it was."""
     monkeypatch.chdir(tmp_path)
+    yield
+    mt.init()
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -108,6 +112,7 @@ def test_a_bug_ends_with_its_traceback_and_exit_code_1(tmp_path: Path) -> None:
         ({"training": {"fp16": True}}, ["fp16", "bf16"]),
         ({"engine": {"device": "abacus"}}, ["abacus", "cuda"]),
         ({"output": {"dir": "empty.txt"}}, ["output.dir", "is a file"]),
+        ({"output": {"dir": "empty.txt/out"}}, ["output.dir", "cannot make"]),
         ({"output": {"dir": "model"}}, ["output.dir", "earlier run", "output.overwrite=true"]),
     ],
 )
@@ -224,6 +229,17 @@ def test_an_earlier_model_is_overwritten_only_when_told(tmp_path: Path, capsys: 
     code, _, err = command(capsys, "train", recipe)
     assert code == 2 and "earlier run" in err
     assert command(capsys, "train", recipe, "output.overwrite=true")[0] == 0
+
+
+def test_the_model_is_saved_before_anything_else_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain.commands import run
+
+    recipe = write_recipe(tmp_path, training={"max_steps": 1})
+    answers = iter([lambda *_: "an answer before the training"])
+    monkeypatch.setattr(run, "generate_sample", lambda *arguments: next(answers)(*arguments))
+    with pytest.raises(StopIteration):
+        cli.run_command(["train", str(recipe)])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_a_failure_while_training_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,14 @@ def check_disk(folder: Path, rows: dict[str, int]) -> int:
     return free_bytes
 
 
+def make_folder(folder: Path) -> None:
+    """Makes the output folder before the training, not after it. Raises UserError when that is not allowed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output.dir: cannot make {folder} ({error.strerror}); choose another folder") from error
+
+
 def existing_parent(folder: Path) -> Path:
     """`folder`, or the nearest folder above it that exists."""
     folder = folder.absolute()

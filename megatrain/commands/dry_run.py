@@ -114,7 +114,7 @@ class _StepTimer(TrainerCallback):
         self.steps: list[tuple[float, int]] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._start, self._tokens = time.perf_counter(), self._trainer.num_tokens
+        self._start = time.perf_counter()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._step_tokens = self._trainer.num_tokens

@@ -124,8 +124,8 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
         say=lambda line: print_fact(console, "", f"{line} ..."),
     )
     tokenizer = AutoTokenizer.from_pretrained(resolved.path, local_files_only=True)
-    logging.getLogger("megatrain.data").setLevel(logging.ERROR)  # its warnings stand in the report below
-    datasets = build_datasets(recipe.data, tokenizer)
+    with _no_warnings("megatrain.data"):  # they stand in the report below
+        datasets = build_datasets(recipe.data, tokenizer)
     model = _load_weights(recipe, resolved)
     work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
@@ -136,6 +136,17 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
     api.init(**{name: getattr(config, name) for name in config.__dataclass_fields__})
     datasets = datasets.fit_to(model)
     return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work)
+
+
+@contextlib.contextmanager
+def _no_warnings(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _format_count(count: int) -> str:

@@ -1,6 +1,6 @@
 """`megatrain train`: a recipe from the first line to the saved model.
 
-    check -> get model and data -> held-out loss, samples -> train -> held-out loss, samples -> save -> summary
+    check -> get model and data -> held-out loss, samples -> train -> save -> held-out loss, samples -> summary
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
 
 
 def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
-    from megatrain.commands.disk import check_disk, disk_rows
+    from megatrain.commands.disk import check_disk, disk_rows, make_folder
     from megatrain.commands.length import RunLength
     from megatrain.commands.progress import ProgressDisplay, SpeedMeter
     from megatrain.commands.run import closing_engine, prepare, print_samples
@@ -53,6 +53,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None
     report = ingredients.datasets.report.train
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
+    make_folder(recipe.output_dir)
     trainer = ingredients.trainer(arguments)
     meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
     with closing_engine(trainer), ProgressDisplay(console, meter) as display:
@@ -61,10 +62,11 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None
         trainer.add_callback(display)
         trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
         trainer.remove_callback(display)
+        trainer.save_model()  # first of all: nothing that comes now may lose what was learned
+        print_fact(console, "saved", f"{recipe.output_dir} (weights, config, tokenizer)")
         loss_after = _held_out_loss(trainer, console, "after")
         print_samples(ingredients, recipe.sample, console, "after")
-        trainer.save_model()
-        _print_summary(console, recipe, meter.total(), loss_before, loss_after)
+    _print_summary(console, recipe, meter.total(), loss_before, loss_after)
 
 
 def _held_out_loss(trainer: CountingTrainer, console: Console, when: str) -> float | None:
@@ -104,5 +106,4 @@ def _print_summary(
             f"the held-out loss did not fall ({loss_before:.4f} -> {loss_after:.4f}); try a smaller "
             "training.learning_rate, more data, or fewer epochs",
         )
-    print_fact(console, "saved", f"{recipe.output_dir} (weights, config, tokenizer)")
     print_fact(console, "load it", f"AutoModelForCausalLM.from_pretrained({str(recipe.output_dir)!r})")
