@@ -14,6 +14,7 @@ from trainer_helpers import (
     LOSS_RTOL,
     Blocks,
     Recorder,
+    SeededMicroBatches,
     arguments,
     assert_equal_weights,
     assert_same_logs,
@@ -65,23 +66,6 @@ def test_arguments_have_the_effect_they_have_in_transformers(
     streamed, got = train(mt.Trainer, tmp_path, given=given, **changes)
     assert_same_logs(plain, streamed)
     assert got.events == expected.events
-
-
-class SeededMicroBatches(transformers.Trainer):
-    """transformers.Trainer with a generator for each micro-batch of a step, seeded as the stream seeds it."""
-
-    def get_batch_samples(self, *args: Any) -> Any:
-        batches, num_items = super().get_batch_samples(*args)
-        self.seeds = torch.randint(2**62, (len(batches),)).tolist() if len(batches) > 1 else [None]
-        return batches, num_items
-
-    def training_step(self, *args: Any) -> torch.Tensor:
-        seed = self.seeds.pop(0)
-        if seed is None:
-            return super().training_step(*args)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return super().training_step(*args)
 
 
 @pytest.mark.parametrize(("accumulation", "plain_class"), [(1, transformers.Trainer), (3, SeededMicroBatches)])

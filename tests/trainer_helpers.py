@@ -142,3 +142,20 @@ class Blocks(nn.Module):
         logits = self.head(hidden)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return {"dict": {"loss": loss, "logits": logits}, "tuple": (loss, logits), "tensor": loss}[self.output]
+
+
+class SeededMicroBatches(transformers.Trainer):
+    """transformers.Trainer with a generator for each micro-batch of a step, seeded as the stream seeds it."""
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, num_items = super().get_batch_samples(*args)
+        self.seeds = torch.randint(2**62, (len(batches),)).tolist() if len(batches) > 1 else [None]
+        return batches, num_items
+
+    def training_step(self, *args: Any) -> torch.Tensor:
+        seed = self.seeds.pop(0)
+        if seed is None:
+            return super().training_step(*args)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return super().training_step(*args)
