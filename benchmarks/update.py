@@ -1,6 +1,6 @@
 """Speed of the AdamW update on the CPU: every format and path beside PyTorch's fused AdamW, in one run.
 
-    python benchmarks/update.py                     # 50M parameters, all cores
+    python benchmarks/update.py                     # 50M parameters, the updater's own number of threads
     python benchmarks/update.py --deepspeed         # and DeepSpeedCPUAdam in bf16, where it is installed
 
 Rule: paths take turns, one step each a round, so that a busy neighbour slows all of them alike; the table gives the
@@ -25,7 +25,8 @@ import torch
 from megatrain.optim import compiler
 from megatrain.optim.formula import AdamWScalars
 from megatrain.optim.kernel import supported_variants
-from megatrain.optim.update import CpuUpdater, Segment
+from megatrain.optim.segment import Segment
+from megatrain.optim.update import CpuUpdater
 from megatrain.store import masters
 
 SCALARS = AdamWScalars.at(10, lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -45,7 +46,7 @@ def main() -> None:
     """Read the options, run every case in turn, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=int, default=50_000_000, help="parameters (default: 50 million)")
-    parser.add_argument("--threads", type=int, default=None, help="threads (default: every core of this process)")
+    parser.add_argument("--threads", type=int, default=None, help="threads (default: the updater's own number)")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each path (default: 15)")
     parser.add_argument("--measure", action="store_true", help="add rows that also measure the update-to-weight ratio")
     parser.add_argument("--deepspeed", action="store_true", help="add DeepSpeedCPUAdam in bf16, where installed")
