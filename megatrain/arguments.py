@@ -104,7 +104,10 @@ TABLE: dict[str, Row] = {
     "gradient_checkpointing": _moot(_RECOMPUTE),
     "gradient_checkpointing_kwargs": _moot(_RECOMPUTE),
     # Compilation and kernels
-    "torch_compile": _no("compiling the whole model would freeze weights that move", "leave it off"),
+    "torch_compile": _no(
+        "compiling the whole model would freeze weights that move",
+        "leave it off and say mt.init(compile=True), which compiles each kind of block",
+    ),
     "torch_compile_backend": _no("setting it turns torch_compile on", "leave it unset"),
     "torch_compile_mode": _no("setting it turns torch_compile on", "leave it unset"),
     "use_liger_kernel": _no(
