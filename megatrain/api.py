@@ -17,12 +17,14 @@ from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.model import (
     Initialize,
+    check_model,
     install,
     make_layers,
     move_home,
     named_home_parameters,
     replace_parameters,
 )
+from megatrain.execute.parameters import HomeParameter
 from megatrain.plan.rows import activation_bytes, check_device_memory, host_bytes
 from megatrain.spec.discover import check_weights, find_layers
 from megatrain.spec.homes import plan_homes
@@ -86,8 +88,9 @@ def stream(
 
     Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory.
     """
-    if engine_of(model) is not None:
+    if isinstance(model, nn.Module) and engine_of(model) is not None:
         return model
+    check_model(model, initialize)
     config, options = _config, options or StreamOptions()
     check_weights(model, may_be_meta=initialize is not None)
     found = find_layers(model)
@@ -138,6 +141,7 @@ def accumulate(
     """
     engine = _engine(model)
     batches = list(batches)
+    _check_batches(batches, loss_fn)
     num_items = _num_target_tokens(model, batches) if loss_fn is None else None
 
     # A key-value cache is of no use in training and would hold every layer's keys and values.
@@ -159,7 +163,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Returns the norm before clipping (fp32 scalar on the CPU), as torch.nn.utils.clip_grad_norm_ does.
     """
-    return _engine(model).clip(max_norm)
+    engine = _engine(model)
+    if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
+        raise UserError(f"max_norm={max_norm!r} must be a number and not negative")
+    return engine.clip(max_norm)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,18 +186,38 @@ def named_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All exact masters (copies) and persistent buffers by original name, tied names included. For small models."""
+    """Copies of all exact masters and persistent buffers by original name. For small models.
+
+    Tied parameters are there under each of their names, as one tensor.
+    """
     _engine(model)
     state = model.state_dict(keep_vars=True)
-    return {
-        name: value.master() if isinstance(value, nn.Parameter) else value.detach().cpu().clone()
-        for name, value in state.items()
-    }
+    copies = {id(value): _copy(value) for value in state.values()}
+    return {name: copies[id(value)] for name, value in state.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, HomeParameter):
+        return value.master()
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Visits a home, transfers, bytes, prediction hits and misses, and stalls since the model was streamed."""
     return _engine(model).stats()
+
+
+def _check_batches(batches: list[Any], loss_fn: Any) -> None:
+    if not batches:
+        raise UserError("mt.accumulate got no micro-batches: give it at least one")
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise UserError(
+                f"a micro-batch must be a dict of the model's arguments, got a {type(batch).__name__}: "
+                "give mt.accumulate a list of dicts"
+            )
+    if loss_fn is not None and not callable(loss_fn):
+        raise UserError(f"loss_fn={loss_fn!r} must be a function of (outputs, batch), or None for the model's own loss")
 
 
 def _engine(model: nn.Module) -> Engine:

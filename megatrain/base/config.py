@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -48,9 +49,19 @@ class Config:
             )
         for name in ("max_vram_gb", "max_ram_gb"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes)")
-        if self.offload_dir is not None and os.path.exists(self.offload_dir) and not os.path.isdir(self.offload_dir):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
+        if not isinstance(self.compile, bool):
+            raise UserError(f"compile={self.compile!r} must be True or False")
+        self._check_offload_dir()
+
+    def _check_offload_dir(self) -> None:
+        if self.offload_dir is None:
+            return
+        if not isinstance(self.offload_dir, (str, os.PathLike)) or not os.fspath(self.offload_dir):
+            raise UserError(f"offload_dir={self.offload_dir!r} must be the path of a folder, or None")
+        if os.path.exists(self.offload_dir) and not os.path.isdir(self.offload_dir):
             raise UserError(f"offload_dir={os.fspath(self.offload_dir)!r} is a file: give a folder")
 
     @property

@@ -76,9 +76,14 @@ def _check_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> N
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if getattr(optimizer, "updates_homes", False):
         return
-    for group in optimizer.param_groups:
-        if any(isinstance(parameter, HomeParameter) for parameter in group["params"]):
+    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if isinstance(parameter, HomeParameter):
             raise RefusedError(
-                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update a streamed model (moments, "
-                "clipping and masters would bypass its homes): use mt.optim.AdamW(model)"
+                f"{name} cannot update a streamed model (moments, clipping and masters would bypass its homes): "
+                "use mt.optim.AdamW(model)"
+            )
+        if getattr(parameter, "went_home", False):
+            raise RefusedError(
+                f"{name} was made before mt.stream, which took its parameters away: make mt.optim.AdamW(model) after it"
             )

@@ -69,11 +69,19 @@ class StreamedLayer:
         self._check_unchanged(held)
         for owner, attribute, field in self._places:
             owner._parameters[attribute] = views[field]
+        versions = _versions(views)
         try:
             yield
         finally:
             for (owner, attribute, _), parameter in zip(self._places, held, strict=True):
                 owner._parameters[attribute] = parameter
+        if _versions(views) != versions:
+            # What the slot holds now is not what is at home.
+            self.home.version += 1
+            raise UserError(
+                f"the forward of {self.name} changes its own weights in place (Embedding(max_norm=...), a clamp?), and "
+                "its home does not see it: compute a changed copy in the forward, or change weights between steps"
+            )
 
     def _check_unchanged(self, held: list[torch.Tensor | None]) -> None:
         for (_, _, field), parameter in zip(self._places, held, strict=True):
@@ -87,6 +95,11 @@ class StreamedLayer:
                 f"{self.name} was changed after mt.stream (a submodule inserted?): change the model first, then call "
                 "mt.stream"
             )
+
+
+def _versions(views: dict[Field, torch.Tensor]) -> list[int]:
+    # A tensor made in inference mode counts no versions.
+    return [view._version for view in views.values() if not view.is_inference()]
 
 
 def stream_module(layer: StreamedLayer, call: Callable[[StreamedLayer, tuple, dict], Any]) -> None:

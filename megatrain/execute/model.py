@@ -20,6 +20,7 @@ from megatrain.execute.layer import StreamedLayer, stream_module
 from megatrain.execute.parameters import COPY_REMEDY, HomeParameter, HomeView
 from megatrain.spec.discover import FoundLayer, parameter_uses
 from megatrain.spec.homes import HomePlan
+from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 
 REFUSED = {
@@ -72,6 +73,16 @@ class StreamedModel(nn.Module):
 
     def type(self, dst_type: Any) -> StreamedModel:
         return self._keep_dtype(f".type({dst_type})", dst_type)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch (see `_bring_home`); tied parameters share one tensor."""
+        state = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        first: dict[int, torch.Tensor] = {}
+        for name, parameter in named_home_parameters(self, remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = first.setdefault(id(parameter), state[prefix + name])
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Writes to the homes; see torch."""
@@ -153,6 +164,21 @@ def streamed_model_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (StreamedPretrained if is_pretrained else StreamedModel, cls), members)
 
 
+def check_model(model: nn.Module, initialize: Initialize | None) -> None:
+    """Refuse what is no model, what is streamed in part, and an `initialize` without use. Raises UserError."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"mt.stream takes a torch.nn.Module, got a {type(model).__name__}: load the model first")
+    if initialize is not None and all(parameter.device.type != "meta" for parameter in model.parameters()):
+        raise UserError(
+            "initialize was given, but every weight has its values: leave it out, or build on torch's meta device"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, HomeParameter):
+            raise UserError(
+                f"{name} is streamed already: call mt.stream once, on the whole model (wrap it, or apply peft, before)"
+            )
+
+
 def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initialize | None) -> None:
     """Copy the plan's weights into `home`, one by one, freeing each original as soon as it is copied."""
     done = set()
@@ -164,12 +190,22 @@ def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initiali
         home.trainable[field] = use.parameter.requires_grad
         if use.parameter.device.type == "meta":
             assert initialize is not None
-            home.write(field, initialize(field.name, torch.Size(field.shape), field.saved_dtype))
+            home.write(field, _initial_value(field, initialize))
             continue
         home.write(field, use.parameter.data)
         use.parameter.data = torch.empty(0, dtype=field.saved_dtype, device=use.parameter.device)
         use.parameter.grad = None
+        # An optimizer that was made before holds this one, and would update nothing.
+        use.parameter.went_home = True
     home.version = 0
+
+
+def _initial_value(field: Field, initialize: Initialize) -> torch.Tensor:
+    value = initialize(field.name, torch.Size(field.shape), field.saved_dtype)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != field.shape:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise UserError(f"initialize({field.name!r}, ...) returned {got}: it must return a tensor of {field.shape}")
+    return value
 
 
 def replace_parameters(model: nn.Module, engine: Engine, plans: list[HomePlan], homes: list[Home]) -> None:

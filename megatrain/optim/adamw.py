@@ -7,6 +7,7 @@ weights; nothing else waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,7 +54,11 @@ class AdamW(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             if engine_of(params) is None:
                 raise UserError(f"this {type(params).__name__} is not streamed: call mt.stream(model) first")
-            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
+            model, params = params, [parameter for parameter in params.parameters() if parameter.requires_grad]
+            if not params:
+                raise UserError(
+                    f"{type(model).__name__} has no trainable parameters: unfreeze some with requires_grad_()"
+                )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._updater = CpuUpdater(num_threads, kernel)
 
@@ -203,11 +208,18 @@ def _check_group(group: dict[str, Any]) -> None:
                 f"got a {type(parameter).__name__} of shape {tuple(parameter.shape)} that is not streamed: call "
                 "mt.stream(model) before making the optimizer, and use a torch.optim optimizer for other parameters"
             )
-    if not float(group["lr"]) >= 0.0:
-        raise UserError(f"lr={group['lr']!r} must not be negative")
-    if not group["eps"] >= 0.0:
-        raise UserError(f"eps={group['eps']!r} must not be negative")
-    if not group["weight_decay"] >= 0.0:
-        raise UserError(f"weight_decay={group['weight_decay']!r} must not be negative")
-    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        raise UserError(f"betas={group['betas']!r} must be in [0, 1)")
+    for name in ("lr", "eps", "weight_decay"):
+        if not (_is_number(group[name]) and 0.0 <= float(group[name]) < math.inf):
+            raise UserError(f"{name}={group[name]!r} must be a number and not negative")
+    betas = group["betas"]
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(_is_number, betas))
+    if not (is_pair and all(0.0 <= beta < 1.0 for beta in betas)):
+        raise UserError(f"betas={betas!r} must be two numbers in [0, 1)")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise UserError(f"{name}={group[name]!r} is not supported: leave it out")
+
+
+def _is_number(value: Any) -> bool:
+    # Schedulers may keep the learning rate in a tensor.
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)

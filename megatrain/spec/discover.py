@@ -133,6 +133,8 @@ def _own_bytes(module: nn.Module) -> int:
 def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
     """Refuse weights that cannot be taken home: on meta, sharded, quantised or of no float dtype. Raises UserError."""
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UserError(f"{name} has no shape yet: run one batch through the model, then call mt.stream")
         if parameter.device.type == "meta" and not may_be_meta:
             raise UserError(
                 f"{name} is on the meta device and has no values: load the model with device_map=None, or give "
@@ -145,6 +147,8 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
                 f"{name} has dtype {parameter.dtype}: full-parameter training needs float32 or bfloat16 weights; "
                 "load the model unquantised"
             )
+        if parameter.layout is not torch.strided:
+            raise UserError(f"{name} is {parameter.layout}: mt.stream takes dense weights; call .to_dense() first")
         if type(parameter.data) is not torch.Tensor:
             raise UserError(
                 f"{name} is a {type(parameter.data).__name__}: mt.stream takes plain tensors; load the model "

@@ -70,6 +70,7 @@ class HostMemory:
 
     def require(self, num_bytes: int, what: str) -> None:
         """Refuse `what` before any work when `num_bytes` more fit nowhere. Raises UserError with the missing bytes."""
+        self._check_folder()
         free_bytes = self._free_ram_bytes()
         if num_bytes <= free_bytes:
             return
@@ -79,11 +80,12 @@ class HostMemory:
                 f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(free_bytes)} are free: "
                 f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
             )
-        free_disk_bytes = psutil.disk_usage(str(self._existing_parent())).free
+        free_disk_bytes = psutil.disk_usage(str(self.offload_dir)).free
         if missing_bytes > free_disk_bytes:
             raise UserError(
                 f"{what} needs {format_bytes(missing_bytes)} in offload_dir={str(self.offload_dir)!r}, which has "
-                f"{format_bytes(free_disk_bytes)} free"
+                f"{format_bytes(free_disk_bytes)} free: make room there, choose a folder on a larger disk, or raise "
+                "max_ram_gb"
             )
 
     def _free_ram_bytes(self) -> int:
@@ -95,24 +97,29 @@ class HostMemory:
         # Without a folder there is no second choice: what was let through by `require` is taken from memory.
         return self.offload_dir is None or num_bytes <= self._free_ram_bytes()
 
-    def _existing_parent(self) -> Path:
-        assert self.offload_dir is not None
-        path = self.offload_dir.absolute()
-        while not path.exists():
-            path = path.parent
-        return path
+    def _check_folder(self) -> None:
+        if self.offload_dir is None:
+            return
+        try:
+            self.offload_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.offload_dir).close()
+        except OSError as error:
+            raise UserError(
+                f"offload_dir={str(self.offload_dir)!r} cannot be written ({error.strerror}): give a folder that can"
+            ) from error
 
     def _map_file(self, num_bytes: int) -> mmap.mmap:
         assert self.offload_dir is not None
-        self.offload_dir.mkdir(parents=True, exist_ok=True)
         try:
+            self.offload_dir.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.offload_dir) as file:
                 # posix_fallocate and not truncate: a full disk must be an error here, not a SIGBUS later.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 return mmap.mmap(file.fileno(), num_bytes)
         except OSError as error:
             raise UserError(
-                f"offload_dir={str(self.offload_dir)!r}: cannot reserve {format_bytes(num_bytes)}: {error.strerror}"
+                f"offload_dir={str(self.offload_dir)!r}: cannot reserve {format_bytes(num_bytes)} ({error.strerror}): "
+                "make room there, or choose a folder on a larger disk"
             ) from error
 
     def _page_lock(self, tensor: torch.Tensor, mapping: mmap.mmap) -> None:
