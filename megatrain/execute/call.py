@@ -1,20 +1,26 @@
-"""One differentiable call of a streamed layer: forward without a graph, backward by recomputation.
+"""One differentiable call of a streamed layer: forward without keeping a graph, backward by recomputation.
 
-Between layers autograd holds one node a call, with the call's inputs and nothing of its weights or insides.
+Between layers autograd holds one node a call, with the call's inputs and nothing of its weights or insides. What goes
+into a layer or comes out of it by other ways than its arguments, parameters, result and attributes would lose its
+gradient: that is refused by name, never silent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
 
 from megatrain.base.errors import UserError
-from megatrain.execute.capture import Recorded, fork_cache, recording
+from megatrain.execute.capture import publish, recording, setting_attributes
+from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
 from megatrain.execute.context import CallContext
 from megatrain.execute.layer import StreamedLayer
+from megatrain.execute.parameters import HomeParameter
 from megatrain.execute.passes import Use
 from megatrain.spec.layout import Field
 
@@ -22,6 +28,19 @@ if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
 
 Gradients = list[tuple[Field, torch.Tensor]]
+
+
+class Arguments:
+    """What a layer is called with, taken apart."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        taker = Taker()
+        self.pattern = taker.take((args, kwargs))
+        self.nodes = [node for node, _ in taker.mutable]
+        self.containers = [container for _, container in taker.mutable]
+        """Those that the layer may change, one a node."""
+
+        self.tensors = [t.fetch() if isinstance(t, HomeParameter) else t for t in taker.tensors]
 
 
 class KeptGraph:
@@ -43,60 +62,76 @@ class Call:
         self,
         engine: Engine,
         layer: StreamedLayer,
-        args: tuple,
-        kwargs: dict[str, Any],
+        arguments: Arguments,
         *,
         recorded_keys: tuple[str, ...],
         keep_graph: bool,
     ) -> None:
-        leaves, self._tree = pytree.tree_flatten((args, kwargs))
+        self._arguments = arguments.pattern
+        self._mutable, self._live = arguments.nodes, arguments.containers
+        self.tensors = arguments.tensors
+        """What the layer computes with."""
+
+        self.edges = [_newest(tensor) for tensor in self.tensors]
+        """What autograd sees in their places."""
+
+        self.needs_grad = [tensor.requires_grad for tensor in self.tensors]
+        self._shared = [i for i, t in enumerate(self.tensors) if t.requires_grad and not t.is_leaf]
+        # A cache is addressed by the layer's index, which differs from layer to layer: no template fits.
+        self._is_eager = layer.compiled is None or any(is_cache(type(container)) for container in self._live)
         self.engine = engine
         self.layer = layer
         self.recorded_keys = recorded_keys
-        self.positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.tensors = [leaves[i] for i in self.positions]
-        self._live_leaves = list(leaves)
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else fork_cache(leaf) for leaf in leaves]
-        # A cache is addressed by the layer's index, which differs from layer to layer: no template fits.
-        forks = zip(self._leaves, leaves, strict=True)
-        self._has_cache = any(fork is not None and fork is not leaf for fork, leaf in forks)
-        self.needs_grad = [tensor.requires_grad for tensor in self.tensors]
         self.context = CallContext(layer.modules, engine.device)
         self.use: Use = engine.passes.use(layer.home)
         self.keep_graph = keep_graph
         self.kept: KeptGraph | None = None
         self.collected: list[torch.Tensor | None] | None = None
-        self._flat: list[Any] = []
-        self._is_tensor: list[bool] = []
-        self._output_tree: pytree.TreeSpec | None = None
+        self.is_differentiable: list[bool] = []
+        self._num_results = 0
+        self._changed: list[int] = []
+        self._result: Any = None
+        self._changes: list[tuple[Any, Contents]] = []
 
-    def forward(self, weights: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run the layer on detached `tensors`; returns its tensor outputs, recorded ones behind the returned ones."""
-        versions = [tensor._version for tensor in tensors]
-        inputs = self._detached(tensors, requires_grad=self.keep_graph)
-        params = self.layer.views(weights, requires_grad=self.keep_graph)
-        # The layer gets the caller's own cache, once; the copies in `_leaves` are for recomputations.
-        leaves, self._live_leaves = self._live_leaves, []
-        with torch.set_grad_enabled(self.keep_graph):
-            flat = self._run(leaves, inputs, params)
-        self.context.forward_done()
-        if [tensor._version for tensor in tensors] != versions:
-            raise UserError(
-                f"{self.layer.name} changes its input in place, so it cannot be recomputed: write x = x + y for x += y"
-            )
-        outputs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    def forward(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the layer. Returns the tensors of its result, of what was recorded, of attributes and of containers that
+        it changed, and behind these an alias without bytes for each shared input (see `publish`)."""
+        versions = [tensor._version for tensor in self.tensors]
+        # Compiled code saves for the backward inside its kernels: only without gradients does it not.
+        has_graph = self.keep_graph or self._is_eager
+        inputs = self._detached(self.tensors, requires_grad=has_graph)
+        params = self.layer.views(weights, requires_grad=has_graph)
+        with self._graph_mode(has_graph, [*inputs, *params.values()]):
+            outputs = self._run(inputs, params, is_recomputation=False)
+        if [tensor._version for tensor in self.tensors] != versions:
+            raise UserError(_in_place(self.layer.name))
         if self.keep_graph:
             self.kept = KeptGraph(outputs, inputs, params)
-        self._flat = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in flat]
-        return tuple(output.detach() for output in outputs)
+        self.is_differentiable = [o.requires_grad if has_graph else o.is_floating_point() for o in outputs]
+        results = outputs[: self._num_results]
+        shared = outputs[self._num_results :]
+        return (*(r.detach() for r in results), *(s.new_empty(()).expand(s.shape).detach() for s in shared))
 
-    def result(self, outputs: Sequence[torch.Tensor]) -> tuple[Any, Recorded]:
-        """What the layer returned, and what was recorded, with `outputs` in the places of its tensors."""
-        flat, self._flat = self._flat, []
-        tensors = iter(outputs)
-        leaves = [next(tensors) if is_tensor else leaf for leaf, is_tensor in zip(flat, self._is_tensor, strict=True)]
-        return pytree.tree_unflatten(leaves, self._output_tree)
+    def publish(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """Put `outputs` (by now differentiable) where `forward` took its tensors from; returns the layer's result.
+
+        A later call that is given one of the same tensors takes this call's alias of it for its graph. So gradients of
+        a tensor that several layers use (an encoder's states) are added in the order in which autograd would have met
+        its uses, and come out with the same bits.
+        """
+        filling = Filling(outputs)
+        result, recorded, attributes = filling.fill(self._result)
+        publish(self.layer.modules, recorded, attributes)
+        for live, changed in self._changes:
+            filling.write(live, changed)
+        aliases = outputs[self._num_results :]
+        for index, alias in zip(self._shared, aliases, strict=True):
+            self.tensors[index]._streamed_alias = weakref.ref(alias)
+        for output in outputs[: self._num_results]:
+            # An alias lives as long as a result does, which holds on to this call's node anyway.
+            output._streamed_aliases = aliases
+        self._result, self._changes, self._live, self.tensors, self.edges = None, [], [], [], []
+        return result
 
     def backward(
         self, weights: torch.Tensor, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -113,14 +148,21 @@ class Call:
         wanted = [*inputs, *(param for _, param in params)]
         if not roots or not wanted:
             return [None] * len(graph.inputs), []
-        found = list(
-            torch.autograd.grad([o for o, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
-        )
+        if not self.layer.is_closed:
+            _check_closed(self.layer, [output for output, _ in roots], wanted)
+        found = list(torch.autograd.grad([o for o, _ in roots], wanted, [g for _, g in roots], allow_unused=True))
         of_params = found[len(inputs) :]
         of_inputs = iter(found[: len(inputs)])
         input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in graph.inputs]
         param_grads = [(field, g) for (field, _), g in zip(params, of_params, strict=True) if g is not None]
         return input_grads, param_grads
+
+    def passed_on(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+        """Gradients of the inputs where none comes from the layer's own outputs, so that it need not run. Else None."""
+        if any(grad is not None for grad in grads[: self._num_results]):
+            return None
+        of_shared = dict(zip(self._shared, grads[self._num_results :], strict=True))
+        return [of_shared.get(index) for index in range(len(self.needs_grad))]
 
     def collect(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Keep gradients of the outputs for later (see `runs`)."""
@@ -133,33 +175,92 @@ class Call:
     def _recompute(self, weights: torch.Tensor, tensors: Sequence[torch.Tensor]) -> KeptGraph:
         inputs = self._detached(tensors, requires_grad=True)
         params = self.layer.views(weights, requires_grad=True)
-        leaves = [fork_cache(leaf) for leaf in self._leaves]
         with self.context.restored(), torch.enable_grad():
-            flat = self._run(leaves, inputs, params)
-        return KeptGraph([leaf for leaf in flat if isinstance(leaf, torch.Tensor)], inputs, params)
+            outputs = self._run(inputs, params, is_recomputation=True)
+        return KeptGraph(outputs, inputs, params)
 
     def _detached(self, tensors: Sequence[torch.Tensor], *, requires_grad: bool) -> list[torch.Tensor]:
         flags = zip(tensors, self.needs_grad, strict=True)
         return [tensor.detach().requires_grad_(requires_grad and needs) for tensor, needs in flags]
 
-    def _run(self, leaves: list[Any], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]) -> list[Any]:
-        for position, tensor in zip(self.positions, inputs, strict=True):
-            leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        with self.layer.bound(params), recording(self.recorded_keys) as recorded:
-            result = (self.layer.run if self._has_cache else self.layer.run_training)(args, kwargs)
-        flat, self._output_tree = pytree.tree_flatten((result, recorded))
-        return flat
+    def _run(
+        self, inputs: list[torch.Tensor], params: dict[Field, torch.Tensor], *, is_recomputation: bool
+    ) -> list[torch.Tensor]:
+        """Run the layer; returns its tensor outputs, and one for each shared input."""
+        filling = Filling(inputs)
+        args, kwargs = filling.fill(self._arguments)
+        copies = [filling.made[node] for node in self._mutable]
+        before = [] if is_recomputation else [contents(copy) for copy in copies]
+        with (
+            self.layer.bound(params),
+            recording(self.recorded_keys) as recorded,
+            setting_attributes(self.layer.modules) as attributes,
+        ):
+            result = (self.layer.run if self._is_eager else self.layer.run_training)(args, kwargs)
+        taker = Taker()
+        if is_recomputation:
+            self._take(taker, (result, recorded, attributes), inputs, copies, inputs, copies)
+        else:
+            self.context.forward_done(attributes)
+            self._changed = [i for i, old in enumerate(before) if not is_same(old, contents(copies[i]))]
+            self._result, self._changes = self._take(
+                taker, (result, recorded, attributes), inputs, copies, self.tensors, self._live
+            )
+            self._num_results = len(taker.tensors)
+        return [*taker.tensors, *(inputs[index] for index in self._shared)]
+
+    def _take(
+        self,
+        taker: Taker,
+        result: Any,
+        inputs: list[torch.Tensor],
+        copies: list[Any],
+        given: Sequence[torch.Tensor],
+        live: list[Any],
+    ) -> tuple[Any, list[tuple[Any, Contents]]]:
+        """Take the result apart, and the copies of containers that the layer has changed. `given` and `live` stand
+        where the run had `inputs` and `copies`."""
+        for copy, stand_in in zip(copies, live, strict=True):
+            taker.keep(copy, stand_in)
+        pattern = taker.take(result)
+        # A changed container may hold what it held before; in the result it is an output of its own.
+        for tensor, stand_in in zip(inputs, given, strict=True):
+            taker.keep(tensor, stand_in)
+        return pattern, [(live[i], taker.take_contents(copies[i])) for i in self._changed]
+
+    @contextlib.contextmanager
+    def _graph_mode(self, has_graph: bool, leaves: list[torch.Tensor]) -> Iterator[None]:
+        """Around a forward. It runs in grad mode, as it would in plain PyTorch (which picks kernels by it), but unless
+        the graph is kept, what it saves for a backward is dropped at once."""
+        if not has_graph:
+            with torch.no_grad():
+                yield
+            return
+        refuse = functools.partial(_refuse_backward, self.layer.name)
+        for leaf in leaves:
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(refuse)
+        dropping = torch.autograd.graph.saved_tensors_hooks(_drop, refuse)
+        with torch.enable_grad(), contextlib.nullcontext() if self.keep_graph else dropping:
+            try:
+                yield
+            except RuntimeError as error:
+                if "leaf Variable" in str(error):
+                    raise UserError(_in_place(self.layer.name)) from error
+                raise
+        # Autocast would keep a cast copy of every layer's weights.
+        torch.clear_autocast_cache()
 
 
 class LayerFunction(torch.autograd.Function):
     """Inputs: the call, an anchor that requires grad (so that gradients of weights flow even where no input needs one),
-    and the call's tensors. Outputs: its tensor outputs."""
+    and what autograd sees of the call's tensors. Outputs: those of `Call.forward`."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor, *edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = call.tensors
         with call.engine.visit(call.layer) as weights:
-            outputs = call.forward(weights, tensors)
+            outputs = call.forward(weights)
         ctx.call = call
         # An input that gets a gradient is a boundary activation, and may go to the host; masks and such are shared.
         # A call whose graph is kept has its backward at once.
@@ -169,7 +270,7 @@ class LayerFunction(torch.autograd.Function):
         is_away = [boundary is not None and boundary.host is not None for boundary in ctx.boundaries]
         ctx.save_for_backward(*(None if away else t for t, away in zip(tensors, is_away, strict=True)))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(out for out in outputs if not out.is_floating_point()))
+        ctx.mark_non_differentiable(*(o for o, flows in zip(outputs, call.is_differentiable, strict=True) if not flows))
         return outputs
 
     @staticmethod
@@ -188,3 +289,44 @@ class LayerFunction(torch.autograd.Function):
                 if boundary is not None:
                     boundary.release()
         return (None, None, *input_grads)
+
+
+def _newest(tensor: torch.Tensor) -> torch.Tensor:
+    """The alias that the last call put in the place of `tensor`, or the tensor."""
+    alias = getattr(tensor, "_streamed_alias", None)
+    alias = None if alias is None else alias()
+    return tensor if alias is None else alias
+
+
+def _drop(_: torch.Tensor) -> None:
+    """In place of what a forward would save for its backward."""
+
+
+def _refuse_backward(name: str, _: object) -> NoReturn:
+    raise UserError(
+        f"a tensor made inside {name} reached the loss by another way than its result (a global, a list that is not an "
+        "argument?): return it from the layer, or set it as an attribute of it"
+    )
+
+
+def _in_place(name: str) -> str:
+    return f"{name} changes its input in place, so it cannot be recomputed: write x = x + y for x += y"
+
+
+def _check_closed(layer: StreamedLayer, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Refuse a graph that leads to other tensors than the layer's inputs and parameters. Once a layer."""
+    own = {id(tensor) for tensor in wanted}
+    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            raise UserError(
+                f"{layer.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an "
+                "argument nor a parameter of it: its gradient would be lost. Pass it as an argument"
+            )
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        ahead += following
+    layer.is_closed = True

@@ -1,19 +1,23 @@
-"""What a layer returns and takes besides its arguments: outputs recorded by hooks inside it, and key-value caches.
+"""What a layer returns besides its result: outputs recorded by hooks inside it, and attributes that it sets.
 
 transformers records router logits and attentions through hooks on modules inside a layer, into a list that belongs to
-the running forward. Such tensors must leave the layer as differentiable outputs, and must not be recorded again by the
-recomputation. A key-value cache is changed by the layer; the recomputation gets a copy of what it was before.
+the running forward. Others set an attribute (`self.aux_loss = ...`) that the model reads later. Such tensors must leave
+the layer as differentiable outputs, and a recomputation must neither record nor set them again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 Recorded = dict[str, list[Any]]
+
+Attributes = dict[tuple[int, str], Any]
+"""(index of the module in the layer, name) -> value."""
 
 
 def recording_keys() -> tuple[str, ...]:
@@ -43,30 +47,31 @@ def recording(keys: tuple[str, ...]) -> Iterator[Recorded]:
         collector.reset(token)
 
 
-def publish(recorded: Recorded) -> None:
-    """Hand what was recorded (by now differentiable) to the running forward."""
+@contextlib.contextmanager
+def setting_attributes(modules: list[nn.Module]) -> Iterator[Attributes]:
+    """What the block sets as attributes of `modules` is in the yielded dict afterwards, and undone on the modules."""
+    changed: Attributes = {}
+    before = [dict(vars(module)) for module in modules]
+    try:
+        yield changed
+    finally:
+        for index, (module, old) in enumerate(zip(modules, before, strict=True)):
+            now = vars(module)
+            for name in [name for name, value in now.items() if name not in old or old[name] is not value]:
+                changed[index, name] = now.pop(name)
+            now.update(old)
+
+
+def publish(modules: list[nn.Module], recorded: Recorded, attributes: Attributes) -> None:
+    """Hand what was recorded and set (by now differentiable) to the running forward and to the modules."""
+    for (index, name), value in attributes.items():
+        vars(modules[index])[name] = value
     if not recorded:
         return
     collector = _collector()
     assert collector is not None
     for key, values in recorded.items():
         collector.get()[key].extend(values)
-
-
-def fork_cache(leaf: Any) -> Any:
-    """A copy of a key-value cache that shares its tensors; anything else is returned as it is."""
-    module = sys.modules.get("transformers.cache_utils")
-    if module is None or not isinstance(leaf, module.Cache):
-        return leaf
-    fork = copy.copy(leaf)
-    if hasattr(leaf, "layers"):
-        fork.layers = [copy.copy(layer) for layer in leaf.layers]
-    for name in ("self_attention_cache", "cross_attention_cache"):
-        if hasattr(leaf, name):
-            setattr(fork, name, fork_cache(getattr(leaf, name)))
-    if hasattr(leaf, "is_updated"):
-        fork.is_updated = dict(leaf.is_updated)
-    return fork
 
 
 def _collector() -> Any:

@@ -1,17 +1,20 @@
 """What a layer's forward depends on besides its arguments and weights, so that a recomputation sees the same.
 
-RNG, autocast, the training flags of its modules and its buffers. Captured before the forward, restored around the
-recomputation, and the present state is put back afterwards.
+RNG, autocast, the training flags of its modules, its buffers, and attributes that its forward sets. Captured before the
+forward, restored around the recomputation, and the present state is put back afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class AutocastState:
 class CallContext:
     """Captured at the forward of `modules` (a layer and all it contains).
 
-    Call `forward_done` after the forward: it drops the copies of buffers that the forward left alone.
+    Call `forward_done` after the forward: it drops what the forward left alone.
     """
 
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
@@ -62,35 +65,53 @@ class CallContext:
         self._autocast = AutocastState.get(device)
         self._training = [module.training for module in modules]
         self._buffers = [
-            (buffer, buffer._version, buffer.clone())
+            (module, name, buffer, buffer._version, buffer.clone())
             for module in modules
-            for buffer in module._buffers.values()
+            for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._attributes: dict[tuple[int, str], Any] = {}
 
-    def forward_done(self) -> None:
-        self._buffers = [entry for entry in self._buffers if entry[0]._version != entry[1]]
+    def forward_done(self, changed: Iterable[tuple[int, str]]) -> None:
+        """`changed`: attributes that the forward has set, (index of the module, name), still with their old values."""
+        self._buffers = [
+            (module, name, buffer, version, value)
+            for module, name, buffer, version, value in self._buffers
+            if module._buffers.get(name) is not buffer or buffer._version != version
+        ]
+        self._attributes = {(index, name): vars(self._modules[index]).get(name, _MISSING) for index, name in changed}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """The state of the forward, for the length of the block."""
         rng, autocast = RngState.get(self._device), AutocastState.get(self._device)
         training = [module.training for module in self._modules]
-        buffers = [(buffer, buffer.clone()) for buffer, _, _ in self._buffers]
+        buffers = [(module, name, module._buffers.get(name)) for module, name, *_ in self._buffers]
+        attributes = {(index, name): vars(self._modules[index]).get(name, _MISSING) for index, name in self._attributes}
         try:
             self._rng.set(self._device)
             self._autocast.set()
             _set_training(self._modules, training, self._training)
-            for buffer, _, value in self._buffers:
-                buffer.copy_(value)
+            for module, name, _, _, value in self._buffers:
+                # A copy: the recomputation changes it as the forward did.
+                module._buffers[name] = value.clone()
+            self._set_attributes(self._attributes)
             yield
         finally:
             rng.set(self._device)
             autocast.set()
             torch.clear_autocast_cache()
             _set_training(self._modules, self._training, training)
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+            self._set_attributes(attributes)
+
+    def _set_attributes(self, attributes: dict[tuple[int, str], Any]) -> None:
+        for (index, name), value in attributes.items():
+            if value is _MISSING:
+                vars(self._modules[index]).pop(name, None)
+            else:
+                vars(self._modules[index])[name] = value
 
 
 def _set_training(modules: list[nn.Module], now: list[bool], wanted: list[bool]) -> None:

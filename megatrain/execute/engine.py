@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
-from megatrain.execute.call import Call, LayerFunction
-from megatrain.execute.capture import publish, recording_keys
+from megatrain.execute.call import Arguments, Call, LayerFunction
+from megatrain.execute.capture import recording_keys
 from megatrain.execute.fetch import Fetcher
 from megatrain.execute.layer import StreamedLayer
 from megatrain.execute.passes import Passes
@@ -80,7 +80,7 @@ class Engine:
         self.is_collecting = False
         self.measure_updates = False
         self.clip_factor = 1.0
-        self.last_layers = {layers[-1].name, *(layer.name for layer in layers if layer.kind == "head")}
+        self.is_last: dict[str, bool] = {}
         self.num_steps = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._update_report: dict[str, float] = {}
@@ -97,22 +97,25 @@ class Engine:
         run = current_run()
         if run is not None:
             run.arrive(layer)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._check_inputs(layer, tensors)
-        is_differentiable = layer.trainable_fields() or any(tensor.requires_grad for tensor in tensors)
-        if not (torch.is_grad_enabled() and is_differentiable):
-            with self.visit(layer) as weights, layer.bound(layer.views(weights, requires_grad=False)):
-                return layer.run(args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._call_without_graph(layer, args, kwargs)
+        arguments = Arguments(args, kwargs)
+        if not (layer.trainable_fields() or any(tensor.requires_grad for tensor in arguments.tensors)):
+            return self._call_without_graph(layer, args, kwargs)
+        self._check_inputs(layer, arguments.tensors)
         keep_graph = run is not None and run.keeps_graph
-        call = Call(self, layer, args, kwargs, recorded_keys=recording_keys(), keep_graph=keep_graph)
+        call = Call(self, layer, arguments, recorded_keys=recording_keys(), keep_graph=keep_graph)
         anchor = self._anchor if layer.trainable_fields() else self._anchor.detach()
-        outputs = LayerFunction.apply(call, anchor, *call.tensors)
+        outputs = LayerFunction.apply(call, anchor, *call.edges)
         if run is not None:
             run.record(call, outputs)
-        call.tensors = []
-        result, recorded = call.result(outputs)
-        publish(recorded)
-        return result
+        return call.publish(outputs)
+
+    def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._check_inputs(layer, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        with self.visit(layer) as weights, layer.bound(layer.views(weights, requires_grad=False)):
+            return layer.run(args, kwargs)
 
     @contextlib.contextmanager
     def visit(self, layer: StreamedLayer) -> Iterator[torch.Tensor]:
@@ -128,9 +131,11 @@ class Engine:
     ) -> list[torch.Tensor | None]:
         """Gradients of a call's inputs; those of its weights are added to the pass."""
         self.passes.join_autograd()
-        with self.visit(call.layer) as weights:
-            input_grads, param_grads = call.backward(weights, tensors, grads)
-        self.passes.add(call.layer.home, param_grads)
+        input_grads = call.passed_on(grads)
+        if input_grads is None:
+            with self.visit(call.layer) as weights:
+                input_grads, param_grads = call.backward(weights, tensors, grads)
+            self.passes.add(call.layer.home, param_grads)
         self.passes.settle(call.layer.home, call.use)
         return input_grads
 

@@ -39,6 +39,9 @@ class StreamedLayer:
         self.forward = type(found.module).forward
         self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
+        self.is_closed = False
+        """A backward has shown that the layer uses nothing that requires grad but its arguments and parameters."""
+
         self.fields = list(dict.fromkeys(field for _, _, field in self._places))
 
     def trainable_fields(self) -> list[Field]:

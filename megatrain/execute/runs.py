@@ -11,13 +11,14 @@ have come to the layer; then all run it in one visit. The order makes every sum 
 
 Rule: the order of sums does not depend on slots, lanes or timing. What it gives up: where one micro-batch visits a
 parameter more than once (tied weights, a layer called twice), its parts are added in another order than in plain
-accumulation: equal to rounding, not bit for bit.
+accumulation: equal to rounding, not bit for bit. So is a step whose last layer is not the last of the step before.
+Hooks on tensors between layers are called once more, with None, when the backward of the loss passes them.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import greenlet
@@ -73,6 +74,11 @@ class Run(greenlet.greenlet):
         of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
         self.calls.append((call, of_outputs, of_inputs))
 
+    def drop_kept(self) -> None:
+        """A graph kept for a layer that was not the last after all would read a refilled slot. Recompute instead."""
+        for call, _, _ in self.calls:
+            call.kept = None
+
     def _main(self) -> None:
         if self._seed is not None:
             torch.manual_seed(self._seed)
@@ -127,29 +133,53 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
 
 def _forward(engine: Engine, runs: list[Run]) -> tuple[Roots, list[torch.Tensor]]:
     """All forwards, and the backwards of losses and last layers. Returns where the one backward has to start."""
-    losses: dict[Run, torch.Tensor] = {}
-    roots: dict[Run, Roots] = {}
+    losses: list[torch.Tensor] = []
+    roots: Roots = []
+
+    def settle() -> None:
+        """Backward of the losses that are there, in the order of the micro-batches."""
+        while len(losses) < len(runs) and runs[len(losses)].dead:
+            loss, of_run = _loss_backward(engine, runs[len(losses)])
+            losses.append(loss)
+            roots.extend(of_run)
+
     for run in reversed(runs):
         run.resume()
-        if run.dead:
-            losses[run], roots[run] = _loss_backward(engine, run, last_call_now=False)
+    settle()
     while paused := [run for run in runs if not run.dead]:
         layer = min((run.layer for run in paused), key=lambda candidate: candidate.index)
-        is_last = layer.name in engine.last_layers
         group = [run for run in paused if run.layer is layer]
         with engine.visit(layer):
-            for run in group if is_last else reversed(group):
-                run.keeps_graph = is_last
+            for run in _in_order(engine, layer, group):
                 run.resume()
-                if run.dead:
-                    losses[run], roots[run] = _loss_backward(engine, run, last_call_now=is_last)
-                _drop_kept(run)
-        _learn(engine, layer, group)
-    return [root for run in runs for root in roots[run]], [losses[run] for run in runs]
+                settle()
+                if not run.dead:
+                    run.drop_kept()
+            for run in group:
+                run.drop_kept()
+        engine.is_last[layer.name] = all(run.dead for run in group)
+    return roots, losses
 
 
-def _loss_backward(engine: Engine, run: Run, *, last_call_now: bool) -> tuple[torch.Tensor, Roots]:
-    """Backward of the loss as far as the streamed layers, and through the last one if its weights are here."""
+def _in_order(engine: Engine, layer: StreamedLayer, group: list[Run]) -> Iterator[Run]:
+    """The order in which a group runs `layer`: last to first, or first to last and keeping graphs if it is the last.
+
+    Whether it is the last is known from the step before. At first it is seen from the last micro-batch, which goes
+    first: if it ends, it waits with its loss until the others had theirs.
+    """
+    is_last = engine.is_last.get(layer.name)
+    first, rest = ([], group) if is_last else (group[-1:], group[:-1])
+    for run in first:
+        run.keeps_graph = is_last is None
+        yield run
+        is_last = run.dead
+    for run in rest if is_last else reversed(rest):
+        run.keeps_graph = is_last
+        yield run
+
+
+def _loss_backward(engine: Engine, run: Run) -> tuple[torch.Tensor, Roots]:
+    """Backward of the loss as far as the streamed layers, and through the last one if its graph was kept."""
     loss, run.loss = run.loss, None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UserError(f"a micro-batch's loss must be a scalar tensor, got {_describe(loss)}")
@@ -163,7 +193,7 @@ def _loss_backward(engine: Engine, run: Run, *, last_call_now: bool) -> tuple[to
     finally:
         engine.is_collecting = False
     roots: Roots = []
-    if last_call_now and run.calls:
+    if run.calls and run.calls[-1][0].kept is not None:
         call, _, of_inputs = run.calls.pop()
         if call.collected is not None:
             grads = engine.backward_call(call, call.kept.inputs, call.collected)
@@ -184,19 +214,6 @@ def _pairs(edges: Edges, grads: Sequence[torch.Tensor | None]) -> Roots:
 def _backward(roots: Roots) -> None:
     if roots:
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
-
-
-def _drop_kept(run: Run) -> None:
-    """A graph kept for a layer that was not the last after all: it would read a refilled slot. Recompute instead."""
-    for call, _, _ in run.calls:
-        call.kept = None
-
-
-def _learn(engine: Engine, layer: StreamedLayer, group: list[Run]) -> None:
-    if all(run.dead for run in group):
-        engine.last_layers.add(layer.name)
-    else:
-        engine.last_layers.discard(layer.name)
 
 
 def _abandon(run: Run) -> None:
