@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from megatrain.base.errors import UserError
-from megatrain.execute.capture import publish, recording, setting_attributes
+from megatrain.execute.attributes import OwnAttributes, set_attributes, setting_attributes
+from megatrain.execute.capture import publish, recording
 from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
 from megatrain.execute.context import CallContext
 from megatrain.execute.layer import StreamedLayer
@@ -112,8 +113,9 @@ class Call:
         shared = outputs[self._num_results :]
         return (*(r.detach() for r in results), *(s.new_empty(()).expand(s.shape).detach() for s in shared))
 
-    def publish(self, outputs: Sequence[torch.Tensor]) -> Any:
+    def publish(self, outputs: Sequence[torch.Tensor], own: OwnAttributes | None) -> Any:
         """Put `outputs` (by now differentiable) where `forward` took its tensors from; returns the layer's result.
+        `own` are the attributes of the running micro-batch.
 
         A later call that is given one of the same tensors takes this call's alias of it for its graph. So gradients of
         a tensor that several layers use (an encoder's states) are added in the order in which autograd would have met
@@ -121,7 +123,10 @@ class Call:
         """
         filling = Filling(outputs)
         result, recorded, attributes = filling.fill(self._result)
-        publish(self.layer.modules, recorded, attributes)
+        if own is not None:
+            own.add(attributes)
+        set_attributes(attributes)
+        publish(recorded)
         for live, changed in self._changes:
             filling.write(live, changed)
         aliases = outputs[self._num_results :]

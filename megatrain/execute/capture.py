@@ -1,8 +1,8 @@
-"""What a layer returns besides its result: outputs recorded by hooks inside it, and attributes that it sets.
+"""What a layer returns besides its result: outputs recorded by hooks inside it.
 
 transformers records router logits and attentions through hooks on modules inside a layer, into a list that belongs to
-the running forward. Others set an attribute (`self.aux_loss = ...`) that the model reads later. Such tensors must leave
-the layer as differentiable outputs, and a recomputation must neither record nor set them again.
+the running forward. Such tensors must leave the layer as differentiable outputs, and must not be recorded again by the
+recomputation.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 Recorded = dict[str, list[Any]]
-
-Attributes = dict[tuple[int, str], Any]
-"""(index of the module in the layer, name) -> value."""
 
 
 def recording_keys() -> tuple[str, ...]:
@@ -47,25 +42,8 @@ def recording(keys: tuple[str, ...]) -> Iterator[Recorded]:
         collector.reset(token)
 
 
-@contextlib.contextmanager
-def setting_attributes(modules: list[nn.Module]) -> Iterator[Attributes]:
-    """What the block sets as attributes of `modules` is in the yielded dict afterwards, and undone on the modules."""
-    changed: Attributes = {}
-    before = [dict(vars(module)) for module in modules]
-    try:
-        yield changed
-    finally:
-        for index, (module, old) in enumerate(zip(modules, before, strict=True)):
-            now = vars(module)
-            for name in [name for name, value in now.items() if name not in old or old[name] is not value]:
-                changed[index, name] = now.pop(name)
-            now.update(old)
-
-
-def publish(modules: list[nn.Module], recorded: Recorded, attributes: Attributes) -> None:
-    """Hand what was recorded and set (by now differentiable) to the running forward and to the modules."""
-    for (index, name), value in attributes.items():
-        vars(modules[index])[name] = value
+def publish(recorded: Recorded) -> None:
+    """Hand what was recorded (by now differentiable) to the running forward."""
     if not recorded:
         return
     collector = _collector()

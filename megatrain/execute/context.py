@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-_MISSING = object()
+from megatrain.execute.attributes import Attributes, Place, get_attributes, set_attributes
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,16 @@ class CallContext:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._attributes: dict[tuple[int, str], Any] = {}
+        self._attributes: Attributes = {}
 
-    def forward_done(self, changed: Iterable[tuple[int, str]]) -> None:
-        """`changed`: attributes that the forward has set, (index of the module, name), still with their old values."""
+    def forward_done(self, changed: Iterable[Place]) -> None:
+        """`changed`: attributes that the forward has set. They hold their old values still."""
         self._buffers = [
             (module, name, buffer, version, value)
             for module, name, buffer, version, value in self._buffers
-            if module._buffers.get(name) is not buffer or buffer._version != version
+            if module._buffers.get(name) is not buffer or buffer._version != version or _may_hide_changes(buffer)
         ]
-        self._attributes = {(index, name): vars(self._modules[index]).get(name, _MISSING) for index, name in changed}
+        self._attributes = get_attributes(changed)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -87,7 +86,7 @@ class CallContext:
         rng, autocast = RngState.get(self._device), AutocastState.get(self._device)
         training = [module.training for module in self._modules]
         buffers = [(module, name, module._buffers.get(name)) for module, name, *_ in self._buffers]
-        attributes = {(index, name): vars(self._modules[index]).get(name, _MISSING) for index, name in self._attributes}
+        attributes = get_attributes(self._attributes)
         try:
             self._rng.set(self._device)
             self._autocast.set()
@@ -95,7 +94,7 @@ class CallContext:
             for module, name, _, _, value in self._buffers:
                 # A copy: the recomputation changes it as the forward did.
                 module._buffers[name] = value.clone()
-            self._set_attributes(self._attributes)
+            set_attributes(self._attributes)
             yield
         finally:
             rng.set(self._device)
@@ -104,14 +103,12 @@ class CallContext:
             _set_training(self._modules, self._training, training)
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
-            self._set_attributes(attributes)
+            set_attributes(attributes)
 
-    def _set_attributes(self, attributes: dict[tuple[int, str], Any]) -> None:
-        for (index, name), value in attributes.items():
-            if value is _MISSING:
-                vars(self._modules[index]).pop(name, None)
-            else:
-                vars(self._modules[index])[name] = value
+
+def _may_hide_changes(buffer: torch.Tensor) -> bool:
+    """Batch norm writes its statistics without counting up their version. They are small; large masks are not kept."""
+    return buffer.is_floating_point() and buffer.numel() <= 1 << 16
 
 
 def _set_training(modules: list[nn.Module], now: list[bool], wanted: list[bool]) -> None:

@@ -109,7 +109,7 @@ class Engine:
         outputs = LayerFunction.apply(call, anchor, *call.edges)
         if run is not None:
             run.record(call, outputs)
-        return call.publish(outputs)
+        return call.publish(outputs, None if run is None else run.attributes)
 
     def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -12,7 +12,8 @@ have come to the layer; then all run it in one visit. The order makes every sum 
 Rule: the order of sums does not depend on slots, lanes or timing. What it gives up: where one micro-batch visits a
 parameter more than once (tied weights, a layer called twice), its parts are added in another order than in plain
 accumulation: equal to rounding, not bit for bit. So is a step whose last layer is not the last of the step before.
-Hooks on tensors between layers are called once more, with None, when the backward of the loss passes them.
+Hooks on tensors between layers are called once more, with None, when the backward of the loss passes them. State that a
+block carries from one micro-batch to the next (running means) meets them last to first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import greenlet
 import torch
 
 from megatrain.base.errors import UserError
+from megatrain.execute.attributes import OwnAttributes
 from megatrain.execute.context import AutocastState, RngState
 
 if TYPE_CHECKING:
@@ -38,13 +40,14 @@ Roots = list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]
 
 
 class Run(greenlet.greenlet):
-    """One micro-batch's forward. Grad mode, autocast, RNG and context variables are its own."""
+    """One micro-batch's forward. Grad mode, autocast, RNG, context variables and attributes are its own."""
 
     def __init__(self, engine: Engine, thunk: Callable[[], torch.Tensor], seed: int | None) -> None:
         super().__init__(self._main)
         self.gr_context = contextvars.copy_context()
         self.aliases: dict[Field, torch.Tensor] = {}
         self.calls: list[tuple[Call, Edges, Edges]] = []
+        self.attributes = OwnAttributes()
         self.layer: StreamedLayer | None = None
         self.loss: torch.Tensor | None = None
         self.keeps_graph = False
@@ -58,9 +61,11 @@ class Run(greenlet.greenlet):
     def resume(self) -> None:
         """Run on to the next streamed layer, or to the end (`dead`)."""
         outside = self._swap(self._state)
+        self.attributes.enter()
         try:
             self.layer = self.switch()
         finally:
+            self.attributes.leave()
             self._state = self._swap(outside)
 
     def arrive(self, layer: StreamedLayer) -> None:
@@ -121,6 +126,7 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
         engine.passes.release()
         _backward(roots)
         engine.passes.end()
+        runs[-1].attributes.enter()
     except BaseException:
         engine.is_collecting = False
         engine.passes.abandon()

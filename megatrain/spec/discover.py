@@ -154,6 +154,12 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
                 f"{name} is a {type(parameter.data).__name__}: mt.stream takes plain tensors; load the model "
                 "without sharding or quantisation"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UserError(
+                f"{name} has max_norm={module.max_norm}, which changes its weights in every forward: build it with "
+                "max_norm=None"
+            )
     for name, buffer in model.named_buffers():
         if buffer.device.type == "meta":
             raise UserError(
