@@ -32,7 +32,7 @@ REFUSED = {
     "dequantize": "load the model unquantised",
     "add_adapter": "add adapters (peft) before mt.stream, then stream the whole model",
     "load_adapter": "load adapters (peft) before mt.stream, then stream the whole model",
-    "compile": "whole-model compilation would trace through the streaming of layers",
+    "compile": "it would trace through the streaming of layers; say mt.init(compile=True) before mt.stream",
 }
 """Method of a streamed model -> what to do instead."""
 
@@ -132,6 +132,10 @@ class StreamedPretrained(StreamedModel):
 
     def gradient_checkpointing_disable(self) -> None:
         """Nothing to do; see `gradient_checkpointing_enable`."""
+
+    # Their names in newer releases.
+    activation_checkpointing_enable = gradient_checkpointing_enable
+    activation_checkpointing_disable = gradient_checkpointing_disable
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers: config and sharded safetensors that plain `from_pretrained` loads."""
