@@ -51,8 +51,11 @@ REFUSED = {
         "its gradient never passes through autograd as one tensor. Read it after backward with "
         "mt.named_gradients(model) or p.grad",
     ),
-    torch.autograd.grad: "its gradient never passes through autograd as one tensor. Call loss.backward() and read it "
-    "with mt.named_gradients(model) or p.grad",
+    **dict.fromkeys(
+        (torch.autograd.grad, torch.autograd.backward),
+        "its gradient never passes through autograd as one tensor. Call loss.backward() alone and read it with "
+        "mt.named_gradients(model) or p.grad",
+    ),
     **dict.fromkeys(
         (
             torch.Tensor.set_,

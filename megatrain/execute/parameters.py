@@ -70,20 +70,6 @@ class _AtHome:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind(0))
 
-    def _assign(self, value: torch.Tensor) -> None:
-        """`p.data = value`. What would change dtype, device or shape (Module.half, Module.to) is refused."""
-        if value is self:
-            return
-        is_same = value.dtype == self.dtype and value.device.type == self.device.type and value.shape == self.shape
-        if not is_same:
-            raise RefusedError(
-                f"{self._field.name} is streamed as {_describe(self)} and cannot become {_describe(value)}: convert "
-                "the model before mt.stream (mt.init(precision=...) chooses the compute dtype). To write values of any "
-                "dtype, use p.copy_(...) under torch.no_grad()"
-            )
-        with torch.no_grad():
-            self.copy_(value)
-
 
 class HomeParameter(_AtHome, nn.Parameter):
     """Made by `mt.stream`; never by a user."""
@@ -115,7 +101,18 @@ class HomeParameter(_AtHome, nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        self._assign(value)
+        """What would change dtype, device or shape (Module.half, Module.to) is refused."""
+        if value is self:
+            return
+        is_same = value.dtype == self.dtype and value.device.type == self.device.type and value.shape == self.shape
+        if not is_same:
+            raise RefusedError(
+                f"{self._field.name} is streamed as {_describe(self)} and cannot become {_describe(value)}: convert "
+                "the model before mt.stream (mt.init(precision=...) chooses the compute dtype). To write values of any "
+                "dtype, use p.copy_(...) under torch.no_grad()"
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     @property
     def requires_grad(self) -> bool:
@@ -140,6 +137,8 @@ class HomeParameter(_AtHome, nn.Parameter):
             return
         if not self.requires_grad:
             raise RefusedError(f"{self._field.name} is frozen and has no gradient: unfreeze it with requires_grad_()")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"the gradient of {self._field.name} must be a tensor or None, not {type(value).__name__}")
         if value.shape != self.shape:
             raise RuntimeError(f"a gradient of shape {tuple(value.shape)} does not fit {self._field.name} {self.shape}")
         self._home.grads.set(self._home.gradient_layout(), self._field, value)
@@ -185,8 +184,8 @@ class HomeView(_AtHome, torch.Tensor):
         return self
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        self._assign(value)
+    def data(self, value: torch.Tensor) -> NoReturn:
+        raise RefusedError(f"assigning to .data of a view of {self._field.name} is refused: use view.copy_(...)")
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         """A plain tensor: a leaf of its own must hold its own bytes."""
