@@ -105,7 +105,7 @@ _T5 = {
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 48,
-    "num_layers": 2,
+    "num_layers": 3,
     "num_decoder_layers": 3,
     "num_heads": 4,
     "dropout_rate": 0.0,
@@ -125,6 +125,20 @@ _BERT = {
 
 _ALBERT = _BERT | {"embedding_size": 16, "num_hidden_groups": 2, "num_hidden_layers": 4, "inner_group_num": 1}
 
+_SHARING = (
+    _COMMON
+    | _SLIDING
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+    }
+)
+
+_GEMMA3N = _SHARING | {"laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]}
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _COMMON),
     "qwen2": ("Qwen2", _COMMON),
@@ -132,6 +146,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", _COMMON | {"sliding_window": 4}),
     "gemma2": ("Gemma2", _COMMON | _SLIDING),
     "gemma3_text": ("Gemma3", _COMMON | _SLIDING),
+    "gemma3n_text": ("Gemma3n", _GEMMA3N),
+    "gemma4_text": ("Gemma4", _SHARING),
     "gpt2": ("GPT2", _GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "gpt_neox": ("GPTNeoX", _NEOX),
     "gpt_oss": ("GptOss", _COMMON | _MOE | _SLIDING | {"num_local_experts": 4}),
@@ -151,7 +167,11 @@ ARCHITECTURES = list(CONFIGS)
 ROUTED = ["gpt_oss", "mixtral", "qwen3_moe", "qwen3_next"]
 """Those whose loss holds a router's auxiliary loss."""
 
-_CONFIG_CLASS = {"gemma3_text": "Gemma3TextConfig"}
+_CONFIG_CLASS = {
+    "gemma3_text": "Gemma3TextConfig",
+    "gemma3n_text": "Gemma3nTextConfig",
+    "gemma4_text": "Gemma4TextConfig",
+}
 
 _MODEL_CLASS = {
     "gpt2": "GPT2LMHeadModel",

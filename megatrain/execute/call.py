@@ -77,7 +77,7 @@ class Call:
         """What autograd sees in their places."""
 
         self.needs_grad = [tensor.requires_grad for tensor in self.tensors]
-        self._shared = [i for i, t in enumerate(self.tensors) if t.requires_grad and not t.is_leaf]
+        self._shared: list[int] = []
         # A cache is addressed by the layer's index, which differs from layer to layer: no template fits.
         self._is_eager = layer.compiled is None or any(is_cache(type(container)) for container in self._live)
         self.engine = engine
@@ -103,14 +103,16 @@ class Call:
         inputs = self._detached(self.tensors, requires_grad=has_graph)
         params = self.layer.views(weights, requires_grad=has_graph)
         with self._graph_mode(has_graph, [*inputs, *params.values()]):
-            outputs = self._run(inputs, params, is_recomputation=False)
+            results = self._run(inputs, params, is_recomputation=False)
         if [tensor._version for tensor in self.tensors] != versions:
             raise UserError(_in_place(self.layer.name))
+        self._num_results = len(results)
+        self._shared = self._find_shared(results, inputs, params) if has_graph else []
+        shared = [inputs[index] for index in self._shared]
         if self.keep_graph:
-            self.kept = KeptGraph(outputs, inputs, params)
-        self.is_differentiable = [o.requires_grad if has_graph else o.is_floating_point() for o in outputs]
-        results = outputs[: self._num_results]
-        shared = outputs[self._num_results :]
+            self.kept = KeptGraph([*results, *shared], inputs, params)
+        self.is_differentiable = [r.requires_grad if has_graph else r.is_floating_point() for r in results]
+        self.is_differentiable += [True] * len(shared)
         return (*(r.detach() for r in results), *(s.new_empty(()).expand(s.shape).detach() for s in shared))
 
     def publish(self, outputs: Sequence[torch.Tensor], own: OwnAttributes | None) -> Any:
@@ -118,8 +120,8 @@ class Call:
         `own` are the attributes of the running micro-batch.
 
         A later call that is given one of the same tensors takes this call's alias of it for its graph. So gradients of
-        a tensor that several layers use (an encoder's states) are added in the order in which autograd would have met
-        its uses, and come out with the same bits.
+        a tensor that several layers use, each more than once (an encoder's states), are added one use after the other,
+        as autograd would have met them, and come out with the same bits.
         """
         filling = Filling(outputs)
         result, recorded, attributes = filling.fill(self._result)
@@ -153,8 +155,6 @@ class Call:
         wanted = [*inputs, *(param for _, param in params)]
         if not roots or not wanted:
             return [None] * len(graph.inputs), []
-        if not self.layer.is_closed:
-            _check_closed(self.layer, [output for output, _ in roots], wanted)
         found = list(torch.autograd.grad([o for o, _ in roots], wanted, [g for _, g in roots], allow_unused=True))
         of_params = found[len(inputs) :]
         of_inputs = iter(found[: len(inputs)])
@@ -181,8 +181,18 @@ class Call:
         inputs = self._detached(tensors, requires_grad=True)
         params = self.layer.views(weights, requires_grad=True)
         with self.context.restored(), torch.enable_grad():
-            outputs = self._run(inputs, params, is_recomputation=True)
-        return KeptGraph(outputs, inputs, params)
+            results = self._run(inputs, params, is_recomputation=True)
+        return KeptGraph([*results, *(inputs[index] for index in self._shared)], inputs, params)
+
+    def _find_shared(
+        self, results: list[torch.Tensor], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]
+    ) -> list[int]:
+        """Inputs that the layer uses more than once, and that others may use before it."""
+        known = self.layer.num_uses
+        if len(inputs) not in known:
+            known[len(inputs)] = _num_uses(self.layer.name, results, inputs, list(params.values()))
+        uses = zip(known[len(inputs)], self.tensors, self.needs_grad, strict=True)
+        return [i for i, (count, tensor, needs) in enumerate(uses) if count > 1 and needs and not tensor.is_leaf]
 
     def _detached(self, tensors: Sequence[torch.Tensor], *, requires_grad: bool) -> list[torch.Tensor]:
         flags = zip(tensors, self.needs_grad, strict=True)
@@ -191,7 +201,7 @@ class Call:
     def _run(
         self, inputs: list[torch.Tensor], params: dict[Field, torch.Tensor], *, is_recomputation: bool
     ) -> list[torch.Tensor]:
-        """Run the layer; returns its tensor outputs, and one for each shared input."""
+        """Run the layer; returns its tensor outputs."""
         filling = Filling(inputs)
         args, kwargs = filling.fill(self._arguments)
         copies = [filling.made[node] for node in self._mutable]
@@ -211,8 +221,7 @@ class Call:
             self._result, self._changes = self._take(
                 taker, (result, recorded, attributes), inputs, copies, self.tensors, self._live
             )
-            self._num_results = len(taker.tensors)
-        return [*taker.tensors, *(inputs[index] for index in self._shared)]
+        return taker.tensors
 
     def _take(
         self,
@@ -318,20 +327,24 @@ def _in_place(name: str) -> str:
     return f"{name} changes its input in place, so it cannot be recomputed: write x = x + y for x += y"
 
 
-def _check_closed(layer: StreamedLayer, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    """Refuse a graph that leads to other tensors than the layer's inputs and parameters. Once a layer."""
-    own = {id(tensor) for tensor in wanted}
+def _num_uses(name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], own: list[torch.Tensor]) -> list[int]:
+    """How often a layer's graph uses each of `inputs`. Refuses a graph that leads to tensors that are not its own."""
+    uses = {id(tensor): 0 for tensor in (*inputs, *own)}
     ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
-            raise UserError(
-                f"{layer.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an "
-                "argument nor a parameter of it: its gradient would be lost. Pass it as an argument"
-            )
-        following = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= following
-        ahead += following
-    layer.is_closed = True
+        for following, _ in node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is None:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    ahead.append(following)
+            elif id(leaf) in uses:
+                uses[id(leaf)] += 1
+            else:
+                raise UserError(
+                    f"{name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an argument "
+                    "nor a parameter of it: its gradient would be lost. Pass it as an argument"
+                )
+    return [uses[id(tensor)] for tensor in inputs]

@@ -114,7 +114,7 @@ class Engine:
     def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         self._check_inputs(layer, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        with self.visit(layer) as weights, layer.bound(layer.views(weights, requires_grad=False)):
+        with self.visit(layer) as weights, layer.bound(layer.views(weights, requires_grad=True)):
             return layer.run(args, kwargs)
 
     @contextlib.contextmanager

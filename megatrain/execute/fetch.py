@@ -32,8 +32,11 @@ class Fetcher:
 
     def fetch(self, home: Home, field: Field) -> torch.Tensor:
         """The weight (the field's shape and wire dtype) on the device, differentiable if grad mode and it are."""
-        if not (torch.is_grad_enabled() and home.trainable[field]):
+        if not home.trainable[field]:
             return self.weights(home, field)
+        if not torch.is_grad_enabled():
+            # PyTorch picks some kernels by `requires_grad` alone.
+            return self.weights(home, field).detach().requires_grad_()
         run = current_run()
         if run is None:
             return self._differentiable(home, field)

@@ -39,8 +39,8 @@ class StreamedLayer:
         self.forward = type(found.module).forward
         self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
-        self.is_closed = False
-        """A backward has shown that the layer uses nothing that requires grad but its arguments and parameters."""
+        self.num_uses: dict[int, list[int]] = {}
+        """Number of tensor arguments -> how often the layer's graph uses each. Filled by the first forward."""
 
         self.fields = list(dict.fromkeys(field for _, _, field in self._places))
 
@@ -58,7 +58,10 @@ class StreamedLayer:
         return self.compiled[torch.is_grad_enabled()](self.module, *args, **kwargs)
 
     def views(self, weights: torch.Tensor, *, requires_grad: bool) -> dict[Field, torch.Tensor]:
-        """The layer's parameters as views of `weights` (flat uint8 on the device), trainable ones as leaves."""
+        """The layer's parameters as views of `weights` (flat uint8 on the device), trainable ones as leaves.
+
+        Without grad mode too: PyTorch picks some kernels by `requires_grad` alone.
+        """
         views = {field: view_field(weights, field) for field in self.fields}
         if requires_grad:
             for field in self.trainable_fields():
