@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 
 import psutil
@@ -148,3 +150,6 @@ def _peak_device_bytes() -> int:
 
 if __name__ == "__main__":
     main()
+    # Unmapping and unlocking a hundred GiB in order takes longer than the measurement.
+    sys.stdout.flush()
+    os._exit(0)

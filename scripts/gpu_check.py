@@ -32,7 +32,7 @@ FIGURES = {
     "3B-32x1": ["--model", "3B", "--batch", "32", "--micro-batch", "1"],
     "7B": ["--model", "7B", "--batch", "64", "--micro-batch", "16"],
     "7B-compiled": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--compile"],
-    "7B-24GB": ["--model", "7B", "--batch", "64", "--micro-batch", "1", "--max-vram-gb", "24"],
+    "7B-24GB": ["--model", "7B", "--batch", "64", "--micro-batch", "2", "--max-vram-gb", "24"],
 }
 
 
@@ -172,9 +172,13 @@ def run_figures(names: list[str]) -> bool:
         print(f"== {name}: {' '.join(command[1:])}", flush=True)
         # The parent's import paths must hold in the child too.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        finished = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        print(finished.stdout, flush=True)
-        rows += [line for line in finished.stdout.splitlines() if line.startswith('{"args"')]
+        started = time.perf_counter()
+        with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as child:
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                if line.startswith('{"args"'):
+                    rows.append(line)
+        print(f"== {name}: {time.perf_counter() - started:.0f} s in all", flush=True)
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
     for row in rows:
         figures = json.loads(row)

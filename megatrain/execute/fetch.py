@@ -46,7 +46,8 @@ class Fetcher:
         return run.aliases[field]
 
     def weights(self, home: Home, field: Field) -> torch.Tensor:
-        home.updated.wait()
+        with self._engine.transport.waiting("weights"):
+            home.updated.wait()
         if home is not self.resident:
             self._engine.transport.counters.num_fetches += 1
             return home.weights(field).to(self._engine.device, copy=True)

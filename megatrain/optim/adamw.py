@@ -146,9 +146,12 @@ class AdamW(torch.optim.Optimizer):
                 start = stop
 
     def _segments(self, clip: float) -> dict[Home, list[Segment]]:
-        """What each home's update needs, in the order of the homes."""
+        """What each home's update needs, in the order of the next forward."""
         assert self._engine is not None
-        segments: dict[Home, list[Segment]] = {home: [] for home in self._engine.homes}
+        # The resident weights are few, and a wait for them would be a wait for all that is queued before.
+        resident = self._engine.fetcher.resident
+        order = sorted(self._engine.homes, key=lambda home: home is not resident)
+        segments: dict[Home, list[Segment]] = {home: [] for home in order}
         for group in self.param_groups:
             scalars: dict[int, AdamWScalars] = {}
             for parameter in group["params"]:

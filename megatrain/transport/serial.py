@@ -5,6 +5,7 @@ It is the truth that the stream is tested against: results must be bit-equal.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -60,6 +61,9 @@ class SerialStream:
 
     def flush(self) -> None:
         """Everything is always over."""
+
+    def waiting(self, cause: str) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
     def stall_seconds(self) -> dict[str, float]:
         return {}

@@ -74,7 +74,7 @@ class LaneStream:
         if slot is None:
             slot = self._fill(home, keep=[])
             assert slot is not None, f"no slot for {home.name}: as many layers are in use as there are slots"
-        with self._stall["weights"]:
+        with self.waiting("weights"):
             slot.filled.order(self._compute_stream())
         slot.ready()
         self._in_use[home] = (slot, 1)
@@ -97,7 +97,7 @@ class LaneStream:
 
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Send a pass's gradients home. Waits (for room, not for the copy) when too many are on their way."""
-        with self._stall["drain"]:
+        with self.waiting("drain"):
             while len(self._drains) >= self._max_drains:
                 fence, _ = self._drains.popleft()
                 fence.order(self._compute_stream())
@@ -134,6 +134,10 @@ class LaneStream:
         while self._drains:
             fence, _ = self._drains.popleft()
             fence.wait()
+
+    def waiting(self, cause: str) -> StallClock:
+        """A context around a wait of the compute lane: "weights" or "drain"."""
+        return self._stall[cause]
 
     def stall_seconds(self) -> dict[str, float]:
         """Seconds for which the compute lane waited, by cause."""
