@@ -43,6 +43,7 @@ class StreamedLayer:
         """Number of tensor arguments -> how often the layer's graph uses each. Filled by the first forward."""
 
         self.fields = list(dict.fromkeys(field for _, _, field in self._places))
+        self._watched: set[bool] = set()
 
     def trainable_fields(self) -> list[Field]:
         return [field for field in self.fields if self.home.trainable[field]]
@@ -75,19 +76,21 @@ class StreamedLayer:
         self._check_unchanged(held)
         for owner, attribute, field in self._places:
             owner._parameters[attribute] = views[field]
-        versions = _versions(views)
+        is_first = self.module.training not in self._watched
+        marks = _marks(views, is_first)
         try:
             yield
         finally:
             for (owner, attribute, _), parameter in zip(self._places, held, strict=True):
                 owner._parameters[attribute] = parameter
-        if _versions(views) != versions:
+        if _marks(views, is_first) != marks:
             # What the slot holds now is not what is at home.
             self.home.version += 1
             raise UserError(
-                f"the forward of {self.name} changes its own weights in place (Embedding(max_norm=...), a clamp?), and "
-                "its home does not see it: compute a changed copy in the forward, or change weights between steps"
+                f"the forward of {self.name} changes its own weights in place (a clamp?), which its home "
+                "cannot see: compute a changed copy in the forward, or change weights between steps"
             )
+        self._watched.add(self.module.training)
 
     def _check_unchanged(self, held: list[torch.Tensor | None]) -> None:
         for (_, _, field), parameter in zip(self._places, held, strict=True):
@@ -103,9 +106,14 @@ class StreamedLayer:
             )
 
 
-def _versions(views: dict[Field, torch.Tensor]) -> list[int]:
+def _marks(views: dict[Field, torch.Tensor], is_first: bool) -> list[int]:
+    """What differs after a change: version counters, and at a first call the bits (`.data` goes past the counters)."""
     # A tensor made in inference mode counts no versions.
-    return [view._version for view in views.values() if not view.is_inference()]
+    versions = [view._version for view in views.values() if not view.is_inference()]
+    if not is_first:
+        return versions
+    bits = [view.detach().view(torch.int16 if view.element_size() == 2 else torch.int32) for view in views.values()]
+    return versions + torch.stack([view.sum(dtype=torch.int64) for view in bits]).tolist()
 
 
 def stream_module(layer: StreamedLayer, call: Callable[[StreamedLayer, tuple, dict], Any]) -> None:
