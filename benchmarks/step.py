@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from typing import Any
 
 import psutil
 import torch
@@ -64,7 +65,7 @@ def build(shape: str, seq: int) -> torch.nn.Module:
     return mt.stream(model, initialize=initialize)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
@@ -74,8 +75,11 @@ def main() -> None:
     parser.add_argument("--max-vram-gb", type=float)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, help="threads of the CPU update")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = parse_arguments()
     started = time.perf_counter()
     mt.init(max_vram_gb=args.max_vram_gb, compile=args.compile)
     model = build(args.model, args.seq)
@@ -111,31 +115,28 @@ def main() -> None:
     started = time.perf_counter()
     engine.wait()
     last_update = time.perf_counter() - started
-    work = model_work(model)
-    median = statistics.median(seconds[1:])
-    stalls = engine.transport.stall_seconds()
-    print(
-        json.dumps(
-            {
-                "args": vars(args),
-                "parameters": work.num_parameters,
-                "step_seconds": [round(s, 3) for s in seconds],
-                "median_seconds": round(median, 3),
-                "last_update_seconds": round(last_update, 3),
-                "tflops_published": round(published_flops(work, ids.numel()) / median / 1e12, 1),
-                "tflops_counted": round(counted_flops(work, [args.seq] * args.batch) / median / 1e12, 1),
-                "tokens_per_second": round(ids.numel() / median),
-                "peak_device_gib": round(_peak_device_bytes() / GIB, 2),
-                "host_rss_gib": round(psutil.Process().memory_info().rss / GIB, 1),
-                "stall_seconds_per_step": {
-                    name: round((value - stalls_before.get(name, 0.0)) / (args.steps - 1), 3)
-                    for name, value in stalls.items()
-                },
-                "losses": [round(loss, 4) for loss in losses],
-            }
-        ),
-        flush=True,
-    )
+    stalls = {
+        name: round((value - stalls_before.get(name, 0.0)) / (args.steps - 1), 3)
+        for name, value in engine.transport.stall_seconds().items()
+    }
+    waits = {"last_update_seconds": round(last_update, 3), "stall_seconds_per_step": stalls}
+    print(json.dumps(figures(args, model, seconds) | waits | {"losses": [round(x, 4) for x in losses]}), flush=True)
+
+
+def figures(args: argparse.Namespace, model: torch.nn.Module, seconds: list[float]) -> dict[str, Any]:
+    """seconds: of each step; the first one warms up and does not count."""
+    work, num_tokens, median = model_work(model), args.batch * args.seq, statistics.median(seconds[1:])
+    return {
+        "args": vars(args),
+        "parameters": work.num_parameters,
+        "step_seconds": [round(s, 3) for s in seconds],
+        "median_seconds": round(median, 3),
+        "tflops_published": round(published_flops(work, num_tokens) / median / 1e12, 1),
+        "tflops_counted": round(counted_flops(work, [args.seq] * args.batch) / median / 1e12, 1),
+        "tokens_per_second": round(num_tokens / median),
+        "peak_device_gib": round(_peak_device_bytes() / GIB, 2),
+        "host_rss_gib": round(psutil.Process().memory_info().rss / GIB, 1),
+    }
 
 
 def _synchronize(engine: object) -> None:

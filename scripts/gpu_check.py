@@ -15,11 +15,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import megatrain as mt
 from megatrain.api import stream
@@ -165,19 +171,23 @@ def run_correctness() -> bool:
     return not failed
 
 
+def echoed(command: list[str]) -> Iterator[str]:
+    """Lines that `command` prints, printed here as they come."""
+    # The parent's import paths must hold in the child too.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as child:
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            yield line
+
+
 def run_figures(names: list[str]) -> bool:
     rows = []
     for name in names:
         command = [sys.executable, "benchmarks/step.py", *FIGURES[name]]
         print(f"== {name}: {' '.join(command[1:])}", flush=True)
-        # The parent's import paths must hold in the child too.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         started = time.perf_counter()
-        with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as child:
-            for line in child.stdout:
-                print(line, end="", flush=True)
-                if line.startswith('{"args"'):
-                    rows.append(line)
+        rows += [line for line in echoed(command) if line.startswith('{"args"')]
         print(f"== {name}: {time.perf_counter() - started:.0f} s in all", flush=True)
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
     for row in rows:

@@ -54,10 +54,6 @@ class Fence:
     def is_recorded(self) -> bool:
         return self._recorded.is_set()
 
-    def is_passed(self) -> bool:
-        """True when the work behind the fence is over (never blocks). An error counts as over."""
-        return self._recorded.is_set() and (self._event is None or self._event.query())
-
     def wait(self) -> None:
         """Block the host until the work behind the fence is over; raise the lane's error if it failed."""
         self._wait_recorded()

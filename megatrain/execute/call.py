@@ -47,7 +47,9 @@ class Arguments:
 class KeptGraph:
     """The graph of a call whose backward comes while its weights are still in the slot."""
 
-    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]):
+    def __init__(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]
+    ) -> None:
         self.outputs, self.inputs, self.params = outputs, inputs, params
 
 
@@ -336,15 +338,14 @@ def _num_uses(name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
         node = ahead.pop()
         for following, _ in node.next_functions:
             leaf = getattr(following, "variable", None)
-            if leaf is None:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    ahead.append(following)
-            elif id(leaf) in uses:
+            if id(leaf) in uses:
                 uses[id(leaf)] += 1
-            else:
+            elif leaf is not None:
                 raise UserError(
                     f"{name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an argument "
                     "nor a parameter of it: its gradient would be lost. Pass it as an argument"
                 )
+            elif following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
     return [uses[id(tensor)] for tensor in inputs]

@@ -155,16 +155,21 @@ def _forward(engine: Engine, runs: list[Run]) -> tuple[Roots, list[torch.Tensor]
     while paused := [run for run in runs if not run.dead]:
         layer = min((run.layer for run in paused), key=lambda candidate: candidate.index)
         group = [run for run in paused if run.layer is layer]
-        with engine.visit(layer):
-            for run in _in_order(engine, layer, group):
-                run.resume()
-                settle()
-                if not run.dead:
-                    run.drop_kept()
-            for run in group:
-                run.drop_kept()
+        _run_layer(engine, layer, group, settle)
         engine.is_last[layer.name] = all(run.dead for run in group)
     return roots, losses
+
+
+def _run_layer(engine: Engine, layer: StreamedLayer, group: list[Run], settle: Callable[[], None]) -> None:
+    """One visit: every micro-batch of `group` runs on from `layer` to its next pause, or to its end."""
+    with engine.visit(layer):
+        for run in _in_order(engine, layer, group):
+            run.resume()
+            settle()
+            if not run.dead:
+                run.drop_kept()
+        for run in group:
+            run.drop_kept()
 
 
 def _in_order(engine: Engine, layer: StreamedLayer, group: list[Run]) -> Iterator[Run]:

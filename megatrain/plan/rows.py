@@ -11,7 +11,6 @@ from megatrain.base.units import GB
 from megatrain.spec.homes import HomePlan
 from megatrain.spec.layout import wire_bytes
 
-
 UNBOUNDED = 2**62
 BOUNDARY_SHARE = 0.4
 """Of the device memory beside slots and gradients: boundary activations. The rest is the working set of one layer and
