@@ -12,6 +12,7 @@ from model_zoo import VOCAB, make_batch, make_model, padded_batch
 from torch import nn
 
 import megatrain as mt
+from megatrain.base.errors import UserError
 
 # Names that transformers is about to change.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -177,6 +178,24 @@ def test_a_forward_that_is_dropped_leaves_nothing() -> None:
         loss(each)
         loss(each).backward()
     assert_same_gradients(plain, model)
+
+
+@pytest.mark.parametrize("change", ["step", "write"])
+def test_weights_changed_before_the_backward_are_refused(change: str) -> None:
+    """As plain PyTorch refuses to differentiate through weights that were changed in place."""
+    _, model = stream(make_model("llama"))
+    optimizer = mt.optim.AdamW(model)
+    loss(model).backward()
+    late = loss(model)
+    if change == "step":
+        optimizer.step()
+    else:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+    with pytest.raises(UserError, match="lm_head were changed between its forward and its backward"):
+        late.backward()
+    zero_grad(model)
+    loss(model).backward()
 
 
 def test_forwards_in_eval_and_without_grad_between_forward_and_backward() -> None:

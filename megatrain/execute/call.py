@@ -87,6 +87,7 @@ class Call:
         self.recorded_keys = recorded_keys
         self.context = CallContext(layer.modules, engine.device)
         self.use: Use = engine.passes.use(layer.home)
+        self._version = layer.home.version
         self.keep_graph = keep_graph
         self.kept: KeptGraph | None = None
         self.collected: list[torch.Tensor | None] | None = None
@@ -150,6 +151,11 @@ class Call:
         Args:
             grads: one a tensor output, in the order of `forward`.
         """
+        if self.layer.home.version != self._version:
+            raise UserError(
+                f"the weights of {self.layer.name} were changed between its forward and its backward (an optimizer "
+                "step?): call backward first, or repeat the forward"
+            )
         graph, self.kept = self.kept or self._recompute(weights, tensors), None
         inputs = [tensor for tensor in graph.inputs if tensor.requires_grad]
         params = [(field, graph.params[field]) for field in self.layer.trainable_fields()]

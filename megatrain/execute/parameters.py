@@ -141,6 +141,8 @@ class HomeParameter(_AtHome, nn.Parameter):
             raise TypeError(f"the gradient of {self._field.name} must be a tensor or None, not {type(value).__name__}")
         if value.shape != self.shape:
             raise RuntimeError(f"a gradient of shape {tuple(value.shape)} does not fit {self._field.name} {self.shape}")
+        # An update that is still running reads the same memory.
+        self._home.updated.wait()
         self._home.grads.set(self._home.gradient_layout(), self._field, value)
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
