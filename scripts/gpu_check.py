@@ -100,13 +100,15 @@ def check_gradients(make: Callable[[], torch.nn.Module]) -> str:
     return "" if not different else f"{len(different)} of {len(expected)} gradients differ, at most {worst:.2e}"
 
 
-def trained(make: Callable, precision: str, options: StreamOptions, compiled: bool = False) -> dict[str, torch.Tensor]:
+def trained(
+    make: Callable, precision: str, options: StreamOptions, compiled: bool = False, data: list[dict] | None = None
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = make()
     mt.init(precision=precision, compile=compiled)
     stream(model, options=options)
     optimizer = mt.optim.AdamW(model, lr=1e-3, weight_decay=0.1)
-    data = batches(model.config.vocab_size)
+    data = data or batches(model.config.vocab_size)
     torch.manual_seed(7)
     for _ in range(4):
         mt.accumulate(model, data)
@@ -136,6 +138,23 @@ def check_twin(make: Callable, precision: str) -> str:
     return ""
 
 
+def check_activations() -> str:
+    """Boundary activations on the host, large and without delays, so that their memory is reused at once."""
+    def wide() -> torch.nn.Module:
+        return LlamaForCausalLM(
+            LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
+                        num_key_value_heads=8, vocab_size=1000, attn_implementation="eager")
+        )  # fmt: skip
+
+    data = batches(1000, (700, 800, 900, 800))
+    states = []
+    for options in (StreamOptions(serial=True), *(StreamOptions(activation_bytes=n) for n in (0, 2**26))):
+        states.append(trained(wide, "bf16", options, data=data))
+    truth, *others = states
+    different = [name for state in others for name in truth if not torch.equal(truth[name], state[name])]
+    return f"{len(different)} weights differ: {different[:3]}" if different else ""
+
+
 def check_compiled() -> str:
     """Compiled templates: no fall-back to eager, and weights near those of eager bf16 training."""
     truth = trained(llama, "bf16", StreamOptions())
@@ -157,6 +176,7 @@ def run_correctness() -> bool:
         "twin llama fp32": lambda: check_twin(llama, "fp32"),
         "twin llama bf16 dropout": lambda: check_twin(lambda: llama(0.1), "bf16"),
         "twin mixtral bf16": lambda: check_twin(mixtral, "bf16"),
+        "activations on the host": check_activations,
         "compiled llama bf16": check_compiled,
     }
     failed = False
