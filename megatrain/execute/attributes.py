@@ -7,6 +7,7 @@ of another.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,12 +37,14 @@ def set_attributes(attributes: Attributes) -> None:
 def setting_attributes(modules: list[nn.Module]) -> Iterator[Attributes]:
     """What the block sets on `modules` is in the yielded dict afterwards, and undone."""
     changed: Attributes = {}
-    before = [dict(vars(module)) for module in modules]
+    before = [vars(module).copy() for module in modules]
     try:
         yield changed
     finally:
         for module, old in zip(modules, before, strict=True):
             now = vars(module)
+            if len(now) == len(old) and all(map(operator.is_, now.values(), old.values())):
+                continue
             for name in [name for name, value in now.items() if name not in old or old[name] is not value]:
                 changed[module, name] = now.pop(name)
             now.update(old)

@@ -20,7 +20,7 @@ from megatrain.execute.attributes import OwnAttributes, set_attributes, setting_
 from megatrain.execute.capture import publish, recording
 from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
 from megatrain.execute.context import CallContext
-from megatrain.execute.layer import StreamedLayer
+from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.parameters import HomeParameter
 from megatrain.execute.passes import Use
 from megatrain.spec.layout import Field
@@ -48,7 +48,7 @@ class KeptGraph:
     """The graph of a call whose backward comes while its weights are still in the slot."""
 
     def __init__(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: Views
     ) -> None:
         self.outputs, self.inputs, self.params = outputs, inputs, params
 
@@ -97,15 +97,16 @@ class Call:
         self._result: Any = None
         self._changes: list[tuple[Any, Contents]] = []
 
-    def forward(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, params: Views) -> tuple[torch.Tensor, ...]:
         """Run the layer. Returns the tensors of its result, of what was recorded, of attributes and of containers that
         it changed, and behind these an alias without bytes for each shared input (see `publish`)."""
         versions = [tensor._version for tensor in self.tensors]
         # Compiled code saves for the backward inside its kernels: only without gradients does it not.
         has_graph = self.keep_graph or self._is_eager
         inputs = self._detached(self.tensors, requires_grad=has_graph)
-        params = self.layer.views(weights, requires_grad=has_graph)
-        with self._graph_mode(has_graph, [*inputs, *params.values()]):
+        if has_graph:
+            self._guard(inputs, params)
+        with self._graph_mode(has_graph):
             results = self._run(inputs, params, is_recomputation=False)
         if [tensor._version for tensor in self.tensors] != versions:
             raise UserError(_in_place(self.layer.name))
@@ -144,7 +145,7 @@ class Call:
         return result
 
     def backward(
-        self, weights: torch.Tensor, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+        self, params: Views, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], Gradients]:
         """Gradients of the inputs (None where none flows) and of the layer's trainable fields.
 
@@ -156,18 +157,18 @@ class Call:
                 f"the weights of {self.layer.name} were changed between its forward and its backward (an optimizer "
                 "step?): call backward first, or repeat the forward"
             )
-        graph, self.kept = self.kept or self._recompute(weights, tensors), None
+        graph, self.kept = self.kept or self._recompute(params, tensors), None
         inputs = [tensor for tensor in graph.inputs if tensor.requires_grad]
-        params = [(field, graph.params[field]) for field in self.layer.trainable_fields()]
+        trained = [(field, graph.params[field]) for field in self.layer.trainable_fields()]
         roots = [(o, g) for o, g in zip(graph.outputs, grads, strict=True) if g is not None and o.requires_grad]
-        wanted = [*inputs, *(param for _, param in params)]
+        wanted = [*inputs, *(param for _, param in trained)]
         if not roots or not wanted:
             return [None] * len(graph.inputs), []
         found = list(torch.autograd.grad([o for o, _ in roots], wanted, [g for _, g in roots], allow_unused=True))
         of_params = found[len(inputs) :]
         of_inputs = iter(found[: len(inputs)])
         input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in graph.inputs]
-        param_grads = [(field, g) for (field, _), g in zip(params, of_params, strict=True) if g is not None]
+        param_grads = [(field, g) for (field, _), g in zip(trained, of_params, strict=True) if g is not None]
         return input_grads, param_grads
 
     def passed_on(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
@@ -185,15 +186,14 @@ class Call:
             if grad is not None:
                 self.collected[i] = grad if self.collected[i] is None else self.collected[i] + grad
 
-    def _recompute(self, weights: torch.Tensor, tensors: Sequence[torch.Tensor]) -> KeptGraph:
+    def _recompute(self, params: Views, tensors: Sequence[torch.Tensor]) -> KeptGraph:
         inputs = self._detached(tensors, requires_grad=True)
-        params = self.layer.views(weights, requires_grad=True)
         with self.context.restored(), torch.enable_grad():
             results = self._run(inputs, params, is_recomputation=True)
         return KeptGraph([*results, *(inputs[index] for index in self._shared)], inputs, params)
 
     def _find_shared(
-        self, results: list[torch.Tensor], inputs: list[torch.Tensor], params: dict[Field, torch.Tensor]
+        self, results: list[torch.Tensor], inputs: list[torch.Tensor], params: Views
     ) -> list[int]:
         """Inputs that the layer uses more than once, and that others may use before it."""
         known = self.layer.num_uses
@@ -207,7 +207,7 @@ class Call:
         return [tensor.detach().requires_grad_(requires_grad and needs) for tensor, needs in flags]
 
     def _run(
-        self, inputs: list[torch.Tensor], params: dict[Field, torch.Tensor], *, is_recomputation: bool
+        self, inputs: list[torch.Tensor], params: Views, *, is_recomputation: bool
     ) -> list[torch.Tensor]:
         """Run the layer; returns its tensor outputs."""
         filling = Filling(inputs)
@@ -217,7 +217,7 @@ class Call:
         with (
             self.layer.bound(params),
             recording(self.recorded_keys) as recorded,
-            setting_attributes(self.layer.modules) as attributes,
+            setting_attributes(self.layer.own_modules) as attributes,
         ):
             result = (self.layer.run if self._is_eager else self.layer.run_training)(args, kwargs)
         taker = Taker()
@@ -250,8 +250,16 @@ class Call:
             taker.keep(tensor, stand_in)
         return pattern, [(live[i], taker.take_contents(copies[i])) for i in self._changed]
 
+    def _guard(self, inputs: list[torch.Tensor], params: Views) -> None:
+        """Let no backward but the layer's own reach its inputs and parameters."""
+        refuse = functools.partial(_refuse_backward, self.layer.name)
+        for leaf in inputs if params.is_guarded else [*inputs, *params.values()]:
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(refuse)
+        params.is_guarded = True
+
     @contextlib.contextmanager
-    def _graph_mode(self, has_graph: bool, leaves: list[torch.Tensor]) -> Iterator[None]:
+    def _graph_mode(self, has_graph: bool) -> Iterator[None]:
         """Around a forward. It runs in grad mode, as it would in plain PyTorch (which picks kernels by it), but unless
         the graph is kept, what it saves for a backward is dropped at once."""
         if not has_graph:
@@ -259,9 +267,6 @@ class Call:
                 yield
             return
         refuse = functools.partial(_refuse_backward, self.layer.name)
-        for leaf in leaves:
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(refuse)
         dropping = torch.autograd.graph.saved_tensors_hooks(_drop, refuse)
         with torch.enable_grad(), contextlib.nullcontext() if self.keep_graph else dropping:
             try:
@@ -270,8 +275,9 @@ class Call:
                 if "leaf Variable" in str(error):
                     raise UserError(_in_place(self.layer.name)) from error
                 raise
-        # Autocast would keep a cast copy of every layer's weights.
-        torch.clear_autocast_cache()
+        if torch.is_autocast_enabled(self.engine.device.type):
+            # It would keep a cast copy of every layer's weights.
+            torch.clear_autocast_cache()
 
 
 class LayerFunction(torch.autograd.Function):
@@ -281,8 +287,8 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor, *edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors = call.tensors
-        with call.engine.visit(call.layer) as weights:
-            outputs = call.forward(weights)
+        with call.engine.visit(call.layer) as params:
+            outputs = call.forward(params)
         ctx.call = call
         # An input that gets a gradient is a boundary activation, and may go to the host; masks and such are shared.
         # A call whose graph is kept has its backward at once.

@@ -69,6 +69,8 @@ class Taker:
 
     def take(self, value: Any) -> Any:
         """The pattern of `value`. Its tensors are added to `tensors`."""
+        if not _may_hold_tensors(type(value)):
+            return value
         if id(value) in self._places:
             return self._places[id(value)][0]
         if isinstance(value, torch.Tensor):
@@ -173,6 +175,11 @@ def is_same(before: Contents, now: Contents) -> bool:
 def is_cache(cls: type) -> bool:
     """True for key-value caches of transformers and their parts."""
     return any(base.__module__ == "transformers.cache_utils" for base in cls.__mro__)
+
+
+@functools.cache
+def _may_hold_tensors(cls: type) -> bool:
+    return issubclass(cls, torch.Tensor) or _is_container_class(cls) is not False
 
 
 def _is_container(value: Any) -> bool:

@@ -22,7 +22,7 @@ from megatrain.base.errors import UserError
 from megatrain.execute.call import Arguments, Call, LayerFunction
 from megatrain.execute.capture import recording_keys
 from megatrain.execute.fetch import Fetcher
-from megatrain.execute.layer import StreamedLayer
+from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
 from megatrain.execute.runs import current_run, run_accumulated
 from megatrain.execute.templates import compile_templates, group_templates
@@ -82,6 +82,7 @@ class Engine:
         self.clip_factor = 1.0
         self.is_last: dict[str, bool] = {}
         self.num_steps = 0
+        self._visits: dict[StreamedLayer, Views] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._update_report: dict[str, float] = {}
         if config.compile:
@@ -114,16 +115,21 @@ class Engine:
     def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         self._check_inputs(layer, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        with self.visit(layer) as weights, layer.bound(layer.views(weights, requires_grad=True)):
+        with self.visit(layer) as params, layer.bound(params):
             return layer.run(args, kwargs)
 
     @contextlib.contextmanager
-    def visit(self, layer: StreamedLayer) -> Iterator[torch.Tensor]:
-        """The layer's weights (flat uint8 on the device) for the length of the block."""
+    def visit(self, layer: StreamedLayer) -> Iterator[Views]:
+        """The layer's parameters on the device for the length of the block. Visits nest: all have the same views."""
         weights = self.transport.acquire(layer.home)
+        is_outermost = layer not in self._visits
         try:
-            yield weights
+            if is_outermost:
+                self._visits[layer] = layer.views(weights)
+            yield self._visits[layer]
         finally:
+            if is_outermost:
+                self._visits.pop(layer, None)
             self.transport.release(layer.home)
 
     def backward_call(
@@ -133,8 +139,8 @@ class Engine:
         self.passes.join_autograd()
         input_grads = call.passed_on(grads)
         if input_grads is None:
-            with self.visit(call.layer) as weights:
-                input_grads, param_grads = call.backward(weights, tensors, grads)
+            with self.visit(call.layer) as params:
+                input_grads, param_grads = call.backward(params, tensors, grads)
             self.passes.add(call.layer.home, param_grads)
         self.passes.settle(call.layer.home, call.use)
         return input_grads

@@ -21,6 +21,13 @@ from megatrain.spec.layout import Field, view_field
 from megatrain.store.home import Home
 
 
+class Views(dict[Field, torch.Tensor]):
+    """A layer's parameters in a slot, for one visit."""
+
+    is_guarded = False
+    """`call.py` has made sure that no backward but its own reaches them."""
+
+
 class StreamedLayer:
     """One layer of the model and the home its weights come from.
 
@@ -39,6 +46,9 @@ class StreamedLayer:
         self.forward = type(found.module).forward
         self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
+        self.own_modules = [module for module in self.modules if not type(module).__module__.startswith("torch.nn.")]
+        """Those whose forward may set attributes."""
+
         self.num_uses: dict[int, list[int]] = {}
         """Number of tensor arguments -> how often the layer's graph uses each. Filled by the first forward."""
 
@@ -58,22 +68,22 @@ class StreamedLayer:
             return self.run(args, kwargs)
         return self.compiled[torch.is_grad_enabled()](self.module, *args, **kwargs)
 
-    def views(self, weights: torch.Tensor, *, requires_grad: bool) -> dict[Field, torch.Tensor]:
-        """The layer's parameters as views of `weights` (flat uint8 on the device), trainable ones as leaves.
+    def views(self, weights: torch.Tensor) -> Views:
+        """The layer's parameters in `weights` (flat uint8 on the device).
 
-        Without grad mode too: PyTorch picks some kernels by `requires_grad` alone.
+        Trainable ones require grad, for calls without grad mode too: PyTorch picks some kernels by that alone.
         """
-        views = {field: view_field(weights, field) for field in self.fields}
-        if requires_grad:
-            for field in self.trainable_fields():
-                views[field] = views[field].detach().requires_grad_()
+        self._check_unchanged()
+        views = Views()
+        for field in self.fields:
+            view = view_field(weights, field)
+            views[field] = view.detach().requires_grad_() if self.home.trainable[field] else view
         return views
 
     @contextlib.contextmanager
-    def bound(self, views: dict[Field, torch.Tensor]) -> Iterator[None]:
+    def bound(self, views: Views) -> Iterator[None]:
         """The module holds `views` as its parameters for the length of the block."""
-        held = [owner._parameters.get(attribute) for owner, attribute, _ in self._places]
-        self._check_unchanged(held)
+        held = [owner._parameters[attribute] for owner, attribute, _ in self._places]
         for owner, attribute, field in self._places:
             owner._parameters[attribute] = views[field]
         is_first = self.module.training not in self._watched
@@ -92,9 +102,9 @@ class StreamedLayer:
             )
         self._watched.add(self.module.training)
 
-    def _check_unchanged(self, held: list[torch.Tensor | None]) -> None:
-        for (_, _, field), parameter in zip(self._places, held, strict=True):
-            if not isinstance(parameter, HomeParameter):
+    def _check_unchanged(self) -> None:
+        for owner, attribute, field in self._places:
+            if not isinstance(owner._parameters.get(attribute), HomeParameter):
                 raise UserError(
                     f"{field.name} was replaced after mt.stream (torch.func.functional_call?), which its home does not "
                     "see: write values with p.copy_(...) under torch.no_grad()"
@@ -106,7 +116,7 @@ class StreamedLayer:
             )
 
 
-def _marks(views: dict[Field, torch.Tensor], is_first: bool) -> list[int]:
+def _marks(views: Views, is_first: bool) -> list[int]:
     """What differs after a change: version counters, and at a first call the bits (`.data` goes past the counters)."""
     # A tensor made in inference mode counts no versions.
     versions = [view._version for view in views.values() if not view.is_inference()]
