@@ -101,8 +101,7 @@ class Call:
         """Run the layer. Returns the tensors of its result, of what was recorded, of attributes and of containers that
         it changed, and behind these an alias without bytes for each shared input (see `publish`)."""
         versions = [tensor._version for tensor in self.tensors]
-        # Compiled code saves for the backward inside its kernels: only without gradients does it not.
-        has_graph = self.keep_graph or self._is_eager
+        has_graph = self.keep_graph or self._looks_at_graph()
         inputs = self._detached(self.tensors, requires_grad=has_graph)
         if has_graph:
             self._guard(inputs, params)
@@ -111,7 +110,7 @@ class Call:
         if [tensor._version for tensor in self.tensors] != versions:
             raise UserError(_in_place(self.layer.name))
         self._num_results = len(results)
-        self._shared = self._find_shared(results, inputs, params) if has_graph else []
+        self._shared = self._find_shared(results, inputs, params, has_graph=has_graph)
         shared = [inputs[index] for index in self._shared]
         if self.keep_graph:
             self.kept = KeptGraph([*results, *shared], inputs, params)
@@ -192,11 +191,23 @@ class Call:
             results = self._run(inputs, params, is_recomputation=True)
         return KeptGraph([*results, *(inputs[index] for index in self._shared)], inputs, params)
 
+    def _looks_at_graph(self) -> bool:
+        """Whether the forward runs in grad mode though its graph is dropped.
+
+        Always on the CPU: kernels there are picked by grad mode and differ in last bits. On a GPU once a layer, to see
+        how it uses its inputs; it costs about a quarter of the time in which kernels are launched. Never compiled:
+        compiled code saves for the backward inside its kernels.
+        """
+        is_known = len(self.tensors) in self.layer.num_uses
+        return self._is_eager and (self.engine.device.type == "cpu" or not is_known)
+
     def _find_shared(
-        self, results: list[torch.Tensor], inputs: list[torch.Tensor], params: Views
+        self, results: list[torch.Tensor], inputs: list[torch.Tensor], params: Views, *, has_graph: bool
     ) -> list[int]:
         """Inputs that the layer uses more than once, and that others may use before it."""
         known = self.layer.num_uses
+        if len(inputs) not in known and not has_graph:
+            return []
         if len(inputs) not in known:
             known[len(inputs)] = _num_uses(self.layer.name, results, inputs, list(params.values()))
         uses = zip(known[len(inputs)], self.tensors, self.needs_grad, strict=True)
