@@ -390,3 +390,22 @@ def test_a_batch_on_another_device_is_refused_by_name() -> None:
     _, model = stream(Stack(blocks(), in_turn))
     with pytest.raises(UserError, match=r"embed got a tensor on meta, and layers run on cpu"):
         model(make_batch()["input_ids"].to("meta"))
+
+
+@pytest.mark.parametrize("activation_bytes", [1 << 30, 0])
+def test_an_input_changed_in_place_behind_its_layer_is_refused(
+    activation_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept on the device or on the host: the recomputation would start from other values."""
+    monkeypatch.setattr("megatrain.transport.activations.MIN_BYTES", 1)
+
+    def run(model: Stack, h: torch.Tensor) -> torch.Tensor:
+        for block in model.blocks:
+            out = block(h)
+            h.mul_(2)
+            h = out
+        return h
+
+    _, model = stream(Stack(blocks(), run), activation_bytes=activation_bytes, lane_delay_seconds=0.01)
+    with pytest.raises((RuntimeError, UserError), match="in.?place"):
+        model(**make_batch())["loss"].backward()

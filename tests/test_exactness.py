@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,14 @@ def test_attentions_and_router_logits_are_the_same(name: str) -> None:
     penalty.backward()
     sum(each.square().sum() for each in outputs[0].attentions).backward()
     assert_same_gradients(plain, model)
+
+
+def test_hidden_states_can_be_saved(tmp_path: Path) -> None:
+    plain, model = stream(make_model("t5"))
+    for each in (plain, model):
+        states = each(**make_batch(), output_hidden_states=True).decoder_hidden_states
+        torch.save(states, tmp_path / "states")
+        assert all(map(torch.equal, torch.load(tmp_path / "states"), states))
 
 
 def test_a_loss_on_hidden_states() -> None:

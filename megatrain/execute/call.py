@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.base.errors import UserError
 from megatrain.execute.attributes import OwnAttributes, set_attributes, setting_attributes
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
 
 Gradients = list[tuple[Field, torch.Tensor]]
+
+
+# By tensor and not on it: a tensor with attributes is pickled with them.
+_alias_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept_by: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Arguments:
@@ -136,10 +142,10 @@ class Call:
             filling.write(live, changed)
         aliases = outputs[self._num_results :]
         for index, alias in zip(self._shared, aliases, strict=True):
-            self.tensors[index]._streamed_alias = weakref.ref(alias)
-        for output in outputs[: self._num_results]:
+            _alias_of[self.tensors[index]] = weakref.ref(alias)
+        for output in outputs[: self._num_results] if aliases else ():
             # An alias lives as long as a result does, which holds on to this call's node anyway.
-            output._streamed_aliases = aliases
+            _kept_by[output] = aliases
         self._result, self._changes, self._live, self.tensors, self.edges = None, [], [], [], []
         return result
 
@@ -332,8 +338,8 @@ class LayerFunction(torch.autograd.Function):
 
 def _newest(tensor: torch.Tensor) -> torch.Tensor:
     """The alias that the last call put in the place of `tensor`, or the tensor."""
-    alias = getattr(tensor, "_streamed_alias", None)
-    alias = None if alias is None else alias()
+    reference = _alias_of.get(tensor)
+    alias = None if reference is None else reference()
     return tensor if alias is None else alias
 
 
