@@ -6,6 +6,7 @@ lane's buffers without a fence. What fails in a lane is raised by whoever waits 
 
 from __future__ import annotations
 
+import atexit
 import queue
 import random
 import threading
@@ -16,6 +17,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatrain.base.fence import Fence
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A thread that is still inside PyTorch when the interpreter goes would abort the process."""
+    for lane in list(_lanes):
+        lane.close()
+
+
+atexit.register(_close_all)
 
 
 class Lane:
@@ -39,6 +51,7 @@ class Lane:
             target=_work, args=(weakref.ref(self), self._queue), name=f"megatrain-{name}", daemon=True
         )
         self._thread.start()
+        _lanes.add(self)
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(self, work: Callable[[], None], *, after: Sequence[Fence] = ()) -> Fence:
@@ -54,6 +67,8 @@ class Lane:
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        # Work that is submitted from now on would never run.
+        self._error = self._error or RuntimeError(f"the {self.name} lane is closed: its model cannot be used any more")
 
     def _run(self, fence: Fence, after: Sequence[Fence], work: Callable[[], None]) -> None:
         try:
