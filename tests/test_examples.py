@@ -20,11 +20,18 @@ def losses(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss ([\d.]+)", output)]
 
 
+def assert_falling(output: str) -> list[float]:
+    found = losses(output)
+    # It starts from random weights over 256 bytes: log(256) = 5.5. Byte frequencies alone would give 3.26.
+    assert found[0] > 5.3 and found[-1] < 3.4, output
+    return found
+
+
 def test_all_are_here() -> None:
     assert {path.stem for path in EXAMPLES} >= {"own_loop", "custom_loss", "custom_block", "custom_router"}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "custom_block"], ids=lambda path: path.stem)
 def test_it_runs_and_its_loss_falls(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,9 +41,7 @@ def test_it_runs_and_its_loss_falls(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     runpy.run_path(str(path), run_name="__main__")
     output = capsys.readouterr().out
-    found = losses(output)
-    # It starts from random weights over 256 bytes: log(256) = 5.5. Byte frequencies alone would give 3.26.
-    assert found[0] > 5.3 and found[-1] < 3.4, output
+    found = assert_falling(output)
     if path.stem == "own_loop":
         assert f"by plain transformers: {found[-1]:.3f}" in output
 
@@ -46,7 +51,8 @@ def test_it_runs_as_a_command_from_anywhere(tmp_path: Path) -> None:
         [sys.executable, str(FOLDER / "custom_block.py")], capture_output=True, text=True, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr
-    assert losses(result.stdout)[-1] < 3.4 and result.stderr == ""
+    assert_falling(result.stdout)
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
