@@ -11,9 +11,7 @@ import torch
 from comparing import assert_equal, assert_same_accumulation, assert_same_step, gradients, stream, the_engine, zero_grad
 from model_zoo import VOCAB, Block, Stack, make_batch
 from torch import nn
-
-import megatrain as mt
-from megatrain.base.errors import UserError
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
 LENGTHS = (7, 12, 9)
@@ -159,8 +157,36 @@ class Random(Block):
         return nn.functional.dropout(super().forward(x), 0.3, self.training) + 0.1 * torch.rand(x.shape)
 
 
-def run_frozen_bias(model: Stack, h: torch.Tensor) -> torch.Tensor:
-    """A weight of another layer, and a scale of the model's own, go into each block as arguments."""
+class Checkpointed(Block):
+    """Recomputes a part of itself, and randomly so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.part, x, use_reentrant=False)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class OwnFunction(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * Doubled.apply(x * self.scale)
+
+
+def run_with_embedding(model: Stack, h: torch.Tensor) -> torch.Tensor:
     for block in model.blocks:
         h = block(h) + model.embed.weight.mean(dim=0)
     return h
@@ -173,13 +199,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dataclasses": lambda: Stack(blocks(make=Stateful), run_stateful),
     "a list that is appended to": lambda: Stack(blocks(make=Appending), run_appending),
     "attributes": lambda: Stack(blocks(make=Setting), run_setting),
+    "a weight of another layer": lambda: Stack(blocks(), run_with_embedding),
+    "checkpointing inside": lambda: Stack(blocks(make=Checkpointed), in_turn),
+    "an autograd function": lambda: Stack(blocks(make=OwnFunction), in_turn),
     "random": lambda: Stack(blocks(make=Random), in_turn),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_of_any_make(name: str) -> None:
-    check(MODELS[name]())
+    # Used several times a micro-batch: test_accumulate_rounding has a bound.
+    check(MODELS[name](), except_for=("embed.weight",) if name == "a weight of another layer" else ())
 
 
 def test_attributes_of_the_last_micro_batch_stay() -> None:
@@ -328,84 +358,3 @@ def test_the_caller_may_ask_for_the_gradient_of_a_hidden_state() -> None:
         found.append(hidden[0].grad)
     # Its two uses outside of blocks are added to those inside in another order: one rounding each.
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=4 * 2.0**-24 * found[0].abs().max().item())
-
-
-class Escaping(Block):
-    """Hands a tensor to a list that is not an argument."""
-
-    kept: list[torch.Tensor]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        self.kept.append(x.mean())
-        return x
-
-
-def test_a_tensor_that_escapes_a_layer_is_refused_by_name() -> None:
-    kept: list[torch.Tensor] = []
-    Escaping.kept = kept
-    _, model = stream(Stack(blocks(make=Escaping), in_turn))
-    outputs = model(**make_batch())
-    assert kept[0].item() == kept[0].item()
-    with pytest.raises(UserError, match=r"made inside blocks\.\d reached the loss by another way"):
-        (outputs["loss"] + sum(kept)).backward()
-
-
-class Peeking(Block):
-    """Uses a tensor that is not an argument."""
-
-    seen: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.seen.mean()
-
-
-def test_a_tensor_that_slips_into_a_layer_is_refused_by_name() -> None:
-    _, model = stream(Stack(blocks(make=Peeking), in_turn))
-    Peeking.seen = torch.randn(5, requires_grad=True)
-    with pytest.raises(UserError, match=r"blocks\.0 uses a tensor of shape \(5,\) that requires grad"):
-        model(**make_batch())["loss"].backward()
-
-
-class InPlace(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x += super().forward(x)
-        return x
-
-
-def test_an_input_changed_in_place_is_refused_by_name() -> None:
-    _, model = stream(Stack(blocks(make=InPlace), in_turn))
-    with pytest.raises(UserError, match=r"blocks\.0 changes its input in place"):
-        model(**make_batch())
-
-
-def test_an_embedding_that_changes_its_weights_is_refused_by_name() -> None:
-    model = Stack(blocks(), in_turn)
-    model.embed = nn.Embedding(VOCAB, WIDTH, max_norm=1.0)
-    with pytest.raises(UserError, match=r"embed has max_norm=1\.0.*max_norm=None"):
-        mt.stream(model)
-
-
-def test_a_batch_on_another_device_is_refused_by_name() -> None:
-    _, model = stream(Stack(blocks(), in_turn))
-    with pytest.raises(UserError, match=r"embed got a tensor on meta, and layers run on cpu"):
-        model(make_batch()["input_ids"].to("meta"))
-
-
-@pytest.mark.parametrize("activation_bytes", [1 << 30, 0])
-def test_an_input_changed_in_place_behind_its_layer_is_refused(
-    activation_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kept on the device or on the host: the recomputation would start from other values."""
-    monkeypatch.setattr("megatrain.transport.activations.MIN_BYTES", 1)
-
-    def run(model: Stack, h: torch.Tensor) -> torch.Tensor:
-        for block in model.blocks:
-            out = block(h)
-            h.mul_(2)
-            h = out
-        return h
-
-    _, model = stream(Stack(blocks(), run), activation_bytes=activation_bytes, lane_delay_seconds=0.01)
-    with pytest.raises((RuntimeError, UserError), match="in.?place"):
-        model(**make_batch())["loss"].backward()
