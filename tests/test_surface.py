@@ -24,6 +24,7 @@ from surface_helpers import (
     streamed,
 )
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from transformers import LlamaForCausalLM
 
 import megatrain as mt
@@ -83,6 +84,12 @@ REFUSALS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "new_parameter": (lambda m: setattr(m.lm_head, "weight", nn.Parameter(torch.zeros(96, 32))), "weight", "copy_"),
     "tie": (lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), "weight", "before mt.stream"),
     "register_parameter": (lambda m: m.register_parameter("own", nn.Parameter(torch.zeros(1))), "own", "mt.stream"),
+    "parametrize": (
+        lambda m: parametrize.register_parametrization(m.lm_head, "weight", nn.Tanh()),
+        "lm_head.weight",
+        "first",
+    ),
+    "prune": (lambda m: prune.l1_unstructured(m.lm_head, "weight", amount=0.3), "weight_orig", "before mt.stream"),
     "load_assign": (lambda m: m.load_state_dict(plain().state_dict(), assign=True), "assign", "leave assign out"),
     "deepcopy": (copy.deepcopy, "deepcopy", "save_pretrained"),
     "copy": (copy.copy, "copying", "save_pretrained"),
@@ -188,6 +195,17 @@ def test_its_class_makes_plain_models() -> None:
     assert type(made) is LlamaForCausalLM and type(next(made.parameters())) is nn.Parameter
     layer = type(model.model.layers[0])(model.config, 0)
     assert type(next(layer.parameters())) is nn.Parameter
+
+
+def test_parametrized_and_pruned_before_streaming() -> None:
+    def make() -> nn.Module:
+        model = plain()
+        nn.utils.parametrizations.weight_norm(model.lm_head)
+        parametrize.register_parametrization(model.model.norm, "weight", nn.Tanh())
+        prune.l1_unstructured(model.model.layers[1].mlp.up_proj, "weight", amount=0.3)
+        return model
+
+    assert_like(mt.stream(make()), make())
 
 
 def test_parts_of_a_streamed_model_and_wrappers_cannot_be_streamed_again() -> None:

@@ -66,6 +66,10 @@ def _check_module(parent: nn.Module, name: str, child: nn.Module | None) -> None
 
 
 def _check_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, HomeParameter) and type(module).__name__ == "ParametrizationList":
+        raise RefusedError(
+            f"a parametrization of {parameter._field.name} is refused: register it first, then call mt.stream"
+        )
     if module in _streamed and module._parameters.get(name) is not parameter:
         raise RefusedError(
             f"{type(module).__name__}.{name} is part of a streamed model and cannot be set to another parameter: write "
@@ -81,7 +85,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(parameter, HomeParameter):
             raise RefusedError(
                 f"{name} cannot update a streamed model (moments, clipping and masters would bypass its homes): "
-                "use mt.optim.AdamW(model)"
+                "use mt.optim.AdamW(model), or mt.Trainer"
             )
         if getattr(parameter, "went_home", False):
             raise RefusedError(
