@@ -106,9 +106,10 @@ def stream(
 
     grad_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     homes = [Home(plan.name, plan.fields, memory, grad_dtype) for plan in plans]
-    layers = make_layers(found, plans, homes)
     for plan, home in zip(plans, homes, strict=True):
-        move_home(model, plan, home, initialize)
+        home.trainable.update((field, key in trainable) for key, field in plan.parameters.items())
+    layers = make_layers(found, plans, homes)
+    # Takes its device memory now: where there is too little, the model is still as it was.
     engine = Engine(
         homes=homes,
         resident=next((home for plan, home in zip(plans, homes, strict=True) if not plan.layers), None),
@@ -119,6 +120,8 @@ def stream(
         options=options,
         activation_bytes=activation_bytes(plans, _device_bytes(device, config), options),
     )
+    for plan, home in zip(plans, homes, strict=True):
+        move_home(model, plan, home, initialize)
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
     return model

@@ -191,7 +191,6 @@ def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initiali
         if field is None or field in done:
             continue
         done.add(field)
-        home.trainable[field] = use.parameter.requires_grad
         if use.parameter.device.type == "meta":
             assert initialize is not None
             home.write(field, _initial_value(field, initialize))
