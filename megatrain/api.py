@@ -25,6 +25,7 @@ from megatrain.execute.model import (
     replace_parameters,
 )
 from megatrain.execute.parameters import HomeParameter
+from megatrain.losses import num_target_tokens, own_loss
 from megatrain.plan.rows import activation_bytes, check_device_memory, host_bytes
 from megatrain.spec.discover import check_weights, find_layers
 from megatrain.spec.homes import plan_homes
@@ -100,12 +101,11 @@ def stream(
     options = check_device_memory(plans, config, options)
     memory = HostMemory(max_bytes=config.max_ram_bytes, offload_dir=config.offload_dir, pin=device.type == "cuda")
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    memory.require(host_bytes(plans, trainable, precision), f"training {type(model).__name__}")
+    memory.require(host_bytes(plans, trainable), f"training {type(model).__name__}")
     if device.type == "cuda":
         _prepare_cuda(device, precision, config)
 
-    grad_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    homes = [Home(plan.name, plan.fields, memory, grad_dtype) for plan in plans]
+    homes = [Home(plan.name, plan.fields, memory, plan.grad_dtype) for plan in plans]
     for plan, home in zip(plans, homes, strict=True):
         home.trainable.update((field, key in trainable) for key, field in plan.parameters.items())
     layers = make_layers(found, plans, homes)
@@ -137,15 +137,15 @@ def accumulate(
     Args:
         batches: keyword arguments of the model's forward, one mapping a micro-batch.
         loss_fn: (outputs, batch) -> scalar. The step's loss is the sum of what it returns: divide it yourself. None
-            takes the model's own loss, normalised by the target tokens of the whole step where the model knows how
-            (transformers' causal LMs with `labels`), else the mean over micro-batches.
+            takes the model's own loss: normalised by the target tokens of the whole step where it can be (causal and
+            masked LMs of transformers with `labels`), else the mean over micro-batches.
 
     Returns the micro-batches' losses (detached), which sum to the step's loss. Gradients are added to what is there.
     """
     engine = _engine(model)
     batches = list(batches)
     _check_batches(batches, loss_fn)
-    num_items = _num_target_tokens(model, batches) if loss_fn is None else None
+    num_items = num_target_tokens(model, batches) if loss_fn is None else None
 
     # A key-value cache is of no use in training and would hold every layer's keys and values.
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -155,8 +155,8 @@ def accumulate(
         if loss_fn is not None:
             return loss_fn(model(**batch), batch)
         if num_items is not None:
-            return _own_loss(model(**batch, num_items_in_batch=num_items))
-        return _own_loss(model(**batch)) / len(batches)
+            return own_loss(model(**batch, num_items_in_batch=num_items))
+        return own_loss(model(**batch)) / len(batches)
 
     return engine.accumulate([lambda batch=batch: run(batch) for batch in batches])
 
@@ -272,25 +272,3 @@ def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
-
-def _own_loss(outputs: Any) -> torch.Tensor:
-    if isinstance(outputs, torch.Tensor):
-        loss = outputs
-    elif isinstance(outputs, Mapping):
-        loss = outputs.get("loss")
-    else:
-        loss = getattr(outputs, "loss", None) if not isinstance(outputs, tuple) else outputs[0]
-    if loss is None:
-        raise UserError("the model returned no loss: give the batches `labels`, or mt.accumulate a loss_fn")
-    return loss
-
-
-def _num_target_tokens(model: nn.Module, batches: list[Mapping[str, Any]]) -> torch.Tensor | None:
-    """Target tokens of the whole step, where the model's own loss can be normalised by them."""
-    takes_it = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-    if not (takes_it and hasattr(model, "loss_function") and all("labels" in batch for batch in batches)):
-        return None
-    # The causal LM loss predicts the next token: a row's first label is never a target.
-    is_shifted = not getattr(model.config, "is_encoder_decoder", False)
-    labels = [batch["labels"][..., 1:] if is_shifted else batch["labels"] for batch in batches]
-    return sum(label.ne(-100).sum() for label in labels)

@@ -30,7 +30,7 @@ def test_rows_are_what_is_allocated(precision: str) -> None:
     trainable = {id(parameter) for parameter in model.parameters()}
     plans = plan_homes(model, find_layers(model), precision)
     options = StreamOptions()
-    rows = {row.name: row.num_bytes for row in memory_rows(plans, trainable, precision, options)}
+    rows = {row.name: row.num_bytes for row in memory_rows(plans, trainable, options)}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     mt.init(device="cpu", precision=precision)
     stream(model, options=options)
@@ -55,7 +55,7 @@ def test_slots_shrink_to_the_limit_before_it_is_refused() -> None:
     block = max(sum(field.wire_bytes for field in plan.fields) for plan in plans if "layers" in plan.name)
     generous = check_device_memory(plans, Config(max_vram_gb=1), StreamOptions())
     assert generous.num_slots == 3
-    needed = sum(r.num_bytes for r in memory_rows(plans, set(), "fp32", StreamOptions(num_slots=1)) if r.tier == "hbm")
+    needed = sum(r.num_bytes for r in memory_rows(plans, set(), StreamOptions(num_slots=1)) if r.tier == "hbm")
     tight = check_device_memory(plans, Config(max_vram_gb=(needed + block) / 1e9), StreamOptions())
     assert tight.num_slots < 3
     with pytest.raises(UserError, match=r"max_vram_gb=1e-06 is too small for one layer: .* need .* GB"):

@@ -1,4 +1,4 @@
-"""Bookkeeping of the stream: predictor, slots, lanes, fences, activations. Pure parts by properties, lanes by faults."""
+"""Bookkeeping of the stream: predictor, slots, lanes, activations. Pure parts by properties, lanes by faults.
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _print_memory(
 ) -> None:
     plans, trainable = layouts
     engine = trainer.engine
-    rows = memory_rows(plans[engine.precision], trainable, engine.precision, engine.options)
+    rows = memory_rows(plans[engine.precision], trainable, engine.options)
     places = {"ram": "host memory", "hbm": f"device ({engine.device})"}
     lines = [(places[row.tier], row.name, format_bytes(row.num_bytes)) for row in rows]
     for tier, place in places.items():

@@ -79,7 +79,6 @@ class Engine:
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
-        self.clip_factor = 1.0
         self.is_last: dict[str, bool] = {}
         self.num_steps = 0
         self._visits: dict[StreamedLayer, Views] = {}
@@ -133,17 +132,36 @@ class Engine:
             self.transport.release(layer.home)
 
     def backward_call(
-        self, call: Call, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+        self,
+        call: Call,
+        tensors: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        *,
+        wants_weights: bool,
     ) -> list[torch.Tensor | None]:
-        """Gradients of a call's inputs; those of its weights are added to the pass."""
-        self.passes.join_autograd()
+        """Gradients of a call's inputs; those of its weights, if wanted, are added to the pass."""
+        if wants_weights:
+            self.join_autograd()
         input_grads = call.passed_on(grads)
         if input_grads is None:
             with self.visit(call.layer) as params:
-                input_grads, param_grads = call.backward(params, tensors, grads)
+                input_grads, param_grads = call.backward(
+                    params, tensors, grads, wants_weights=wants_weights
+                )
             self.passes.add(call.layer.home, param_grads)
-        self.passes.settle(call.layer.home, call.use)
+        if wants_weights:
+            self.passes.settle(call.layer.home, call.use)
         return input_grads
+
+    def join_autograd(self) -> None:
+        """A backward, perhaps autograd's own, is about to add gradients of weights."""
+        is_autograd = torch._C._current_graph_task_id() != -1
+        if self.passes.is_held and is_autograd and not self.is_collecting:
+            raise UserError(
+                "backward() was called inside a micro-batch of accumulate, which does it itself: return the loss "
+                "(torch.autograd.grad with respect to inputs is fine)"
+            )
+        self.passes.join_autograd()
 
     def accumulate(self, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches of a step, layer-major.
@@ -166,8 +184,7 @@ class Engine:
     def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
         """A parameter's gradient on the host, or None."""
         home.updated.wait()
-        home.grads.forget_norms()
-        return home.grads.view(field)
+        return home.grads.lend(field)
 
     def zero_grad(self) -> None:
         self.transport.flush()
@@ -177,12 +194,16 @@ class Engine:
     def gradient_norms(self) -> dict[Home, dict[Field, float]]:
         """L2 norm of every gradient that is home. Taken on the device during the drain where one pass made it."""
         self.transport.flush()
-        return {home: _norms(home) for home in self.homes if home.grads.is_holding()}
+        return {home: home.grads.norms() for home in self.homes if home.grads.is_holding()}
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Global norm of all gradients; the next step multiplies them by min(1, max_norm / (norm + 1e-6))."""
-        total = sum(norm * norm for of in self.gradient_norms().values() for norm in of.values()) ** 0.5
-        self.clip_factor = min(1.0, max_norm / (total + 1e-6))
+        """Global norm of all gradients, which become gradients times min(1, max_norm / (norm + 1e-6)). The factor is
+        multiplied in by the update. A norm of NaN makes all of them NaN, as in plain PyTorch."""
+        norms = self.gradient_norms()
+        total = sum(norm * norm for of in norms.values() for norm in of.values()) ** 0.5
+        factor = max_norm / (total + 1e-6)
+        for home in norms:
+            home.grads.scale *= factor if not factor > 1.0 else 1.0
         return torch.tensor(total, dtype=torch.float32)
 
     # What happened.
@@ -255,13 +276,3 @@ class Engine:
                     "move the batch with .to(model.device)"
                 )
 
-
-def _norms(home: Home) -> dict[Field, float]:
-    if home.grads.norms is None:
-        views = {field: home.grads.view(field) for field in home.fields}
-        home.grads.norms = {
-            field: float(torch.linalg.vector_norm(view, dtype=torch.float32))
-            for field, view in views.items()
-            if view is not None
-        }
-    return home.grads.norms

@@ -19,6 +19,7 @@ from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.formula import AdamWScalars
 from megatrain.optim.update import CpuUpdater, Segment
+from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 
 
@@ -82,18 +83,23 @@ class AdamW(torch.optim.Optimizer):
         engine = self._engine
         assert engine is not None
         engine.transport.flush()
-        clip, engine.clip_factor = engine.clip_factor, 1.0
-        for home, segments in self._segments(clip).items():
+        for home, segments in self._segments().items():
             self._queue(engine, home, segments)
         engine.num_steps += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of the model. `set_to_none=False` (gradients of zero) is refused."""
+        """Drop the gradients of this optimizer's parameters. `set_to_none=False` (gradients of zero) is refused."""
         if not set_to_none:
             raise UserError("zero_grad(set_to_none=False) is not supported: absent gradients cost no memory")
         assert self._engine is not None
-        self._engine.zero_grad()
+        self._engine.transport.flush()
+        fields: dict[Home, set[Field]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                fields.setdefault(parameter._home, set()).add(parameter._field)
+        for home, of_home in fields.items():
+            home.grads.drop_all(frozenset(of_home))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's: `step`, `exp_avg`, `exp_avg_sq` a parameter, viewing the moments."""
@@ -145,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
                 }
                 start = stop
 
-    def _segments(self, clip: float) -> dict[Home, list[Segment]]:
+    def _segments(self) -> dict[Home, list[Segment]]:
         """What each home's update needs, in the order of the next forward."""
         assert self._engine is not None
         # The resident weights are few, and a wait for them would be a wait for all that is queued before.
@@ -153,17 +159,17 @@ class AdamW(torch.optim.Optimizer):
         order = sorted(self._engine.homes, key=lambda home: home is not resident)
         segments: dict[Home, list[Segment]] = {home: [] for home in order}
         for group in self.param_groups:
-            scalars: dict[int, AdamWScalars] = {}
+            scalars: dict[tuple[int, float], AdamWScalars] = {}
             for parameter in group["params"]:
                 home, field = parameter._home, parameter._field
-                gradient = home.grads.view(field) if home.trainable[field] else None
+                gradient = home.grads.view(field)
                 if gradient is None:
                     continue
                 state = self.state[parameter]
                 state["step"] += 1
-                step = int(state["step"])
-                if step not in scalars:
-                    scalars[step] = _scalars(group, step, clip)
+                key = int(state["step"]), home.grads.scale
+                if key not in scalars:
+                    scalars[key] = _scalars(group, *key)
                 segments[home].append(
                     Segment(
                         weights=home.weights(field).view(-1),
@@ -171,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
                         grad=gradient.view(-1),
                         m=state["exp_avg"].view(-1),
                         v=state["exp_avg_sq"].view(-1),
-                        scalars=scalars[step],
+                        scalars=scalars[key],
                     )
                 )
         return {home: of_home for home, of_home in segments.items() if of_home}

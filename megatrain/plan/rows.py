@@ -28,33 +28,31 @@ class Row:
     num_bytes: int
 
 
-def memory_rows(plans: list[HomePlan], trainable: set[int], precision: str, options: StreamOptions) -> list[Row]:
+def memory_rows(plans: list[HomePlan], trainable: set[int], options: StreamOptions) -> list[Row]:
     """What is allocated before activations.
 
     Args:
         plans: the homes.
         trainable: ids of the parameters that train (the keys of `HomePlan.parameters`).
-        precision: "fp32" or "bf16".
     """
-    grad_itemsize = 2 if precision == "bf16" else 4
     fields = [field for plan in plans for field in plan.fields]
-    trained = [field for plan in plans for key, field in plan.parameters.items() if key in trainable]
-    num_trained = sum(field.numel for field in trained)
+    trained = [(plan, field) for plan in plans for key, field in plan.parameters.items() if key in trainable]
+    gradient_bytes = sum(plan.grad_dtype.itemsize * field.numel for plan, field in trained)
     rows = [
         Row(tier="ram", name="compute weights (cross the link)", num_bytes=sum(field.wire_bytes for field in fields)),
         Row(tier="ram", name="low halves of fp32 masters", num_bytes=sum(2 * f.numel for f in fields if f.is_split)),
-        Row(tier="ram", name="moments, fp32", num_bytes=8 * num_trained),
-        Row(tier="ram", name="gradients, kept for the exact norm", num_bytes=grad_itemsize * num_trained),
+        Row(tier="ram", name="moments, fp32", num_bytes=8 * sum(field.numel for _, field in trained)),
+        Row(tier="ram", name="gradients, kept for the exact norm", num_bytes=gradient_bytes),
         Row(tier="hbm", name="slots", num_bytes=_slot_bytes(plans, options)),
-        Row(tier="hbm", name="gradient sums and drains", num_bytes=_gradient_bytes(plans, grad_itemsize, options)),
+        Row(tier="hbm", name="gradient sums and drains", num_bytes=_gradient_bytes(plans, options)),
         Row(tier="hbm", name="resident weights", num_bytes=sum(wire_bytes(p.fields) for p in plans if not p.layers)),
     ]
     return [row for row in rows if row.num_bytes]
 
 
-def host_bytes(plans: list[HomePlan], trainable: set[int], precision: str) -> int:
+def host_bytes(plans: list[HomePlan], trainable: set[int]) -> int:
     """Host memory that training needs: weights, moments, gradients."""
-    rows = memory_rows(plans, trainable, precision, StreamOptions())
+    rows = memory_rows(plans, trainable, StreamOptions())
     return sum(row.num_bytes for row in rows if row.tier == "ram")
 
 
@@ -65,11 +63,10 @@ def check_device_memory(plans: list[HomePlan], config: Config, options: StreamOp
     """
     if config.max_vram_bytes is None:
         return options
-    grad_itemsize = max(2 if field.is_split else 4 for plan in plans for field in plan.fields)
     needed_bytes = 0
     for num_slots in range(options.num_slots, 0, -1):
         fewer = dataclasses.replace(options, num_slots=num_slots)
-        needed_bytes = _slot_bytes(plans, fewer) + _gradient_bytes(plans, grad_itemsize, fewer)
+        needed_bytes = _slot_bytes(plans, fewer) + _gradient_bytes(plans, fewer)
         if needed_bytes <= config.max_vram_bytes:
             return fewer
     largest = max(plans, key=lambda plan: wire_bytes(plan.fields))
@@ -89,7 +86,7 @@ def activation_bytes(plans: list[HomePlan], device_bytes: int | None, options: S
         return options.activation_bytes
     if device_bytes is None:
         return UNBOUNDED
-    fixed_bytes = _slot_bytes(plans, options) + _gradient_bytes(plans, 4, options)
+    fixed_bytes = _slot_bytes(plans, options) + _gradient_bytes(plans, options)
     return max(0, int(BOUNDARY_SHARE * (device_bytes - fixed_bytes)))
 
 
@@ -99,7 +96,8 @@ def _slot_bytes(plans: list[HomePlan], options: StreamOptions) -> int:
     return options.num_slots * block_bytes + (largest_bytes if largest_bytes > block_bytes else 0)
 
 
-def _gradient_bytes(plans: list[HomePlan], grad_itemsize: int, options: StreamOptions) -> int:
+def _gradient_bytes(plans: list[HomePlan], options: StreamOptions) -> int:
     """fp32 sums of the layer at work, and packets on their way."""
-    elements = sorted((sum(field.numel for field in plan.fields) for plan in plans if plan.layers), reverse=True)
-    return 4 * elements[0] + grad_itemsize * sum(elements[: options.max_drains])
+    sizes = [(sum(field.numel for field in plan.fields), plan.grad_dtype.itemsize) for plan in plans if plan.layers]
+    packets = sorted((numel * itemsize for numel, itemsize in sizes), reverse=True)
+    return 4 * max(numel for numel, _ in sizes) + sum(packets[: options.max_drains])

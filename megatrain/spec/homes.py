@@ -28,6 +28,11 @@ class HomePlan:
     parameters: dict[int, Field]
     """id(parameter) -> its field."""
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of gradients on the wire: bf16 where a master is split, fp32 in homes that are fp32 throughout."""
+        return torch.bfloat16 if any(field.is_split for field in self.fields) else torch.float32
+
 
 def plan_homes(model: nn.Module, layers: list[FoundLayer], precision: str) -> list[HomePlan]:
     """Group the parameters of `model` into homes, resident leftovers last.

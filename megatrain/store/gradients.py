@@ -2,10 +2,13 @@
 
 One backward pass fills a slab of exact size, reused from step to step. A second pass before `zero_grad` (a plain loop
 with several `backward` calls) adds to an fp32 total; that costs 4 bytes a parameter more and happens only then.
+Clipping leaves a factor behind, which the update multiplies in; whoever looks at a gradient before sees it multiplied.
 Rule: written by the drain lane, read by others only after `arrived`.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
@@ -20,10 +23,14 @@ class HostGradients:
         self.arrived = Fence.done()
         self.layout: GradientLayout | None = None
         self.touched: frozenset[Field] = frozenset()
-        self.norms: dict[Field, float] | None = None
+        self.scale = 1.0
+        """Factor of clipping that is still to be multiplied in."""
+
         self._memory = memory
+        self._norms: dict[Field, float] = {}
         self._slab = torch.empty(0, dtype=dtype)
         self._total: torch.Tensor | None = None
+        self._lent: list[weakref.ref[torch.Tensor]] = []
 
     @property
     def slab_bytes(self) -> int:
@@ -31,11 +38,15 @@ class HostGradients:
         return self._slab.numel() * self._slab.element_size() + total_bytes
 
     def clear(self) -> None:
-        """`zero_grad`: nothing is here any more. The slab stays for the next pass."""
+        """`zero_grad`: nothing is here any more. The slab stays for the next pass, unless somebody still holds a view
+        of it: theirs must not change."""
         self.arrived.wait()
-        self.touched = frozenset()
-        self.norms = None
+        self.touched, self.scale = frozenset(), 1.0
+        self._norms.clear()
         self._total = None
+        if any(view() is not None for view in self._lent):
+            self._slab = torch.empty(0, dtype=self.dtype)
+        self._lent.clear()
 
     def slab(self, layout: GradientLayout) -> torch.Tensor:
         """Where the drain writes a pass (flat, `layout.numel` elements of `dtype`), zeroed at first use."""
@@ -46,53 +57,100 @@ class HostGradients:
     def is_holding(self) -> bool:
         return bool(self.touched)
 
-    def receive(self, layout: GradientLayout, touched: frozenset[Field], norms: dict[Field, float] | None) -> None:
+    def receive(self, layout: GradientLayout, norms: dict[Field, float]) -> None:
         """The first pass since `clear` has arrived in the slab. `norms` are the L2 norms of the touched fields."""
-        self.layout, self.touched, self.norms = layout, touched, norms
+        self.layout, self.touched = layout, frozenset(norms)
+        self._norms = dict(norms)
 
     def add(self, layout: GradientLayout, touched: frozenset[Field], incoming: torch.Tensor) -> None:
         """Another pass has arrived in `incoming` (flat, like the slab): add it in fp32, field by field."""
-        assert self.layout is not None
-        before = {field: self._view(field) for field in self.touched}
-        total = torch.zeros(layout.numel, dtype=torch.float32)
-        for field, view in before.items():
-            assert field in layout.offsets, f"{field.name} was frozen while it held a gradient: call zero_grad first"
-            layout.view(total, field).copy_(view)
+        self._multiply_in()
+        held = {field: self._view(field) for field in self.touched}
+        # A field that was frozen meanwhile keeps its gradient; the pass has no room for it.
+        frozen = [field for field in held if field not in layout.offsets]
+        merged = GradientLayout.of([*layout.offsets, *frozen]) if frozen else layout
+        total = torch.zeros(merged.numel, dtype=torch.float32)
+        for field, view in held.items():
+            merged.view(total, field).copy_(view)
         for field in touched:
             # Into a field that held nothing it is copied: 0 + x would turn -0 into +0.
-            target = layout.view(total, field)
-            target.add_(layout.view(incoming, field)) if field in before else target.copy_(layout.view(incoming, field))
+            target = merged.view(total, field)
+            target.add_(layout.view(incoming, field)) if field in held else target.copy_(layout.view(incoming, field))
         self._total = total
-        self.layout, self.touched, self.norms = layout, self.touched | touched, None
+        self.layout, self.touched = merged, self.touched | touched
+        self._norms.clear()
 
     def view(self, field: Field) -> torch.Tensor | None:
-        """The field's gradient (its shape; slab dtype, or fp32 after `add`), or None if none came."""
+        """The field's gradient (its shape; slab dtype, or fp32 after `add`) without `scale`, or None if none came."""
         self.arrived.wait()
         return self._view(field) if field in self.touched else None
+
+    def lend(self, field: Field) -> torch.Tensor | None:
+        """As `view`, with `scale` multiplied in, for somebody who may change it or hold on to it."""
+        self.arrived.wait()
+        if field not in self.touched:
+            return None
+        self._multiply_in()
+        self._norms.pop(field, None)
+        view = self._view(field)
+        self._lent = [ref for ref in self._lent if ref() is not None]
+        self._lent.append(weakref.ref(view))
+        return view
+
+    def norms(self) -> dict[Field, float]:
+        """L2 norm of each gradient, `scale` included. Taken during the drain, or now where that has changed."""
+        self.arrived.wait()
+        if not self.touched:
+            return {}
+        assert self.layout is not None
+        fields = [field for field in self.layout.offsets if field in self.touched]  # in one order: norms are summed
+        for field in fields:
+            if field not in self._norms:
+                self._norms[field] = float(torch.linalg.vector_norm(self._view(field), dtype=torch.float32))
+        norms = {field: self._norms[field] * self.scale for field in fields}
+        if any(view() is not None for view in self._lent):
+            # A gradient that somebody holds may change again.
+            self._norms.clear()
+        return norms
+
+    def drop_all(self, fields: frozenset[Field]) -> None:
+        """`zero_grad` of an optimizer that has some of the home's parameters."""
+        self.arrived.wait()
+        if self.touched <= fields:
+            self.clear()
+        for field in self.touched & fields:
+            self.drop(field)
+
+    def drop(self, field: Field) -> None:
+        """`p.grad = None` for one parameter."""
+        self.arrived.wait()
+        self.touched = self.touched - {field}
+        self._norms.pop(field, None)
+
+    def set(self, layout: GradientLayout, field: Field, value: torch.Tensor) -> None:
+        """`p.grad = value` for one parameter."""
+        self.arrived.wait()
+        self._multiply_in()
+        if not self.touched or self.layout is not layout:
+            kept = {other: self._view(other).clone() for other in self.touched}
+            frozen = [other for other in kept if other not in layout.offsets]
+            self.layout = GradientLayout.of([*layout.offsets, *frozen])
+            self._total = None
+            self.slab(self.layout)
+            for other, grad in kept.items():
+                self._view(other).copy_(grad)
+        self.touched = self.touched | {field}
+        self._norms.pop(field, None)
+        self._view(field).copy_(value)
 
     def _view(self, field: Field) -> torch.Tensor:
         # The drain lane itself comes here without waiting: `arrived` is its own fence.
         assert self.layout is not None
         return self.layout.view(self._slab if self._total is None else self._total, field)
 
-    def drop(self, field: Field) -> None:
-        """`p.grad = None` for one parameter."""
-        self.arrived.wait()
-        self.touched = self.touched - {field}
-
-    def set(self, layout: GradientLayout, field: Field, value: torch.Tensor) -> None:
-        """`p.grad = value` for one parameter."""
-        self.arrived.wait()
-        if not self.touched or self.layout is not layout:
-            kept = {other: self.view(other).clone() for other in self.touched}
-            self.slab(layout)
-            self.layout, self._total = layout, None
-            for other, grad in kept.items():
-                layout.view(self._slab, other).copy_(grad)
-        self.touched = self.touched | {field}
-        self.norms = None
-        self._view(field).copy_(value)
-
-    def forget_norms(self) -> None:
-        """Somebody got hold of a gradient and may change it: norms taken during the drain no longer count."""
-        self.norms = None
+    def _multiply_in(self) -> None:
+        if self.scale != 1.0:
+            for field in self.touched:
+                self._view(field).mul_(self.scale)
+            self._norms.clear()
+            self.scale = 1.0

@@ -83,10 +83,9 @@ def land(home: Home, packet: GradientPacket) -> Callable[[], None]:
     norms.copy_(packet.norms, non_blocking=True)
 
     def receive() -> None:
-        touched = frozenset(packet.fields)
         if is_first:
-            home.grads.receive(packet.layout, touched, dict(zip(packet.fields, norms.tolist(), strict=True)))
+            home.grads.receive(packet.layout, dict(zip(packet.fields, norms.tolist(), strict=True)))
         else:
-            home.grads.add(packet.layout, touched, slab)
+            home.grads.add(packet.layout, frozenset(packet.fields), slab)
 
     return receive
