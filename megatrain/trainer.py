@@ -34,8 +34,8 @@ from megatrain.arguments import check_arguments
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.layer_reports import LayerReports
-from megatrain.save.folder import whole_folder
-from megatrain.save.weights import read_low_halves, read_weights, save_low_halves
+from megatrain.save.folder import check_place, whole_folder
+from megatrain.save.weights import checkpoint_bytes, read_low_halves, read_weights, save_low_halves
 
 Batch = dict[str, Any]
 
@@ -82,6 +82,8 @@ class Trainer(transformers.Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> transformers.trainer_utils.TrainOutput:
         """Train, as in transformers. Returns when the last update is done and the weights are at home."""
+        if self.args.save_strategy != "no":
+            check_place(self.args.output_dir, "output_dir")
         print(self.engine.summary(), flush=True)
         output = super().train(*args, **kwargs)
         self.engine.wait()
@@ -240,7 +242,9 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them."""
-        with whole_folder(output_dir or self.args.output_dir, keep_others=True) as folder:
+        target = output_dir or self.args.output_dir
+        needed_bytes = checkpoint_bytes(self.model, self.engine, with_optimizer=False)
+        with whole_folder(target, keep_others=True, needed_bytes=needed_bytes) as folder:
             self._save(str(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -260,7 +264,8 @@ class Trainer(transformers.Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._note_best_checkpoint(run_dir, target)
-        with whole_folder(target) as folder:
+        needed_bytes = checkpoint_bytes(self.model, self.engine, with_optimizer=not self.args.save_only_model)
+        with whole_folder(target, needed_bytes=needed_bytes) as folder:
             self.save_model(str(folder), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(folder))

@@ -21,6 +21,7 @@ from trainer_helpers import (
 from transformers import LlamaForCausalLM
 
 import megatrain as mt
+from megatrain.save.weights import checkpoint_bytes
 
 # Saving
 
@@ -47,6 +48,17 @@ def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         train(mt.Trainer, tmp_path, save_strategy="steps", save_steps=2)
     assert not any(name.startswith("checkpoint") for name in checkpoint_names(tmp_path))
+
+
+def test_the_space_of_a_checkpoint_is_known_before_it_is_written(tmp_path: Path) -> None:
+    mt.init(device="cpu", precision="bf16")
+    trainer, _ = train(mt.Trainer, tmp_path, llama().bfloat16(), save_strategy="epoch", save_total_limit=1)
+    (checkpoint,) = tmp_path.iterdir()
+    written_bytes = sum(path.stat().st_size for path in checkpoint.iterdir() if "config" not in path.name)
+    counted_bytes = checkpoint_bytes(trainer.model, trainer.engine, with_optimizer=True)
+    # Names, shapes and small files are not counted.
+    assert counted_bytes == sum(12 * parameter.numel() for parameter in trainer.model.parameters())
+    assert counted_bytes <= written_bytes <= counted_bytes + 2**17
 
 
 def test_save_model_beside_checkpoints_keeps_them(tmp_path: Path) -> None:

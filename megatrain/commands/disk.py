@@ -5,12 +5,14 @@ Rule: an estimate may be a little high, never low. Config and tokenizer are coun
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import MIB, format_bytes
+from megatrain.save.weights import MOMENT_BYTES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
     from megatrain.commands.length import RunLength
 
 SMALL_FILES_BYTES = 32 * MIB
-MOMENT_BYTES = 8
-"""Two fp32 moments a parameter, in a checkpoint that training can go on from."""
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -56,15 +56,7 @@ def check_disk(folder: Path, rows: dict[str, int]) -> int:
     return free_bytes
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the output folder before the training, not after it. Raises UserError when that is not allowed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output.dir: cannot make {folder} ({error.strerror}); choose another folder") from error
-
-
 def existing_parent(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists."""
-    folder = folder.absolute()
+    """`folder`, or the nearest folder above it that exists. Symbolic links are followed."""
+    folder = Path(os.path.realpath(folder))
     return next(parent for parent in (folder, *folder.parents) if parent.exists())

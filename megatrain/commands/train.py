@@ -1,6 +1,6 @@
 """`megatrain train`: a recipe from the first line to the saved model.
 
-    check -> get model and data -> held-out loss, samples -> train -> save -> held-out loss, samples -> summary
+check -> get model and data -> held-out loss, samples -> train -> save -> held-out loss, samples -> summary
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
 
 
 def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
-    from megatrain.commands.disk import check_disk, disk_rows, make_folder
+    from megatrain.commands.disk import check_disk, disk_rows
     from megatrain.commands.length import RunLength
     from megatrain.commands.progress import ProgressDisplay, SpeedMeter
     from megatrain.commands.run import closing_engine, prepare, print_samples
+    from megatrain.save.folder import check_place
 
     ingredients = prepare(recipe, console)
     report = ingredients.datasets.report.train
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
-    make_folder(recipe.output_dir)
+    check_place(recipe.output_dir, "output.dir")
     trainer = ingredients.trainer(arguments)
     meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
     with closing_engine(trainer), ProgressDisplay(console, meter) as display:

@@ -1,63 +1,165 @@
 """Folders that appear only when they are complete.
 
-Rule: everything is written beside the target first and takes its place by renaming, so a process that is killed while
-it writes leaves a hidden folder and never a target that looks complete. It guards against a killed process; against a
-power cut the files would have to be synced too, which is not done here.
+Rule: everything is written first, on the disk of the target, and takes its place by renaming. What it replaces is
+moved aside before and deleted after. So a process that is killed at any moment leaves a hidden folder and never a
+target that looks complete, and an error puts back what was there. It guards against a killed process; against a power
+cut the files would have to be synced too, which is not done here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from megatrain.base.errors import UserError
+from megatrain.base.units import MIB, format_bytes
 
 ENTRY_NAMES = ("model.safetensors", "model.safetensors.index.json")
 """A folder of weights can be loaded once it has one of these. They come last and go first."""
 
+_INCOMPLETE, _OLD = "incomplete", "old"
+
+FULL_BYTES = 16 * MIB
+"""A disk with less than this free after a write that failed is taken for full: writers put the last piece back."""
+
+_TORCH_WRITE_ERRORS = ("PytorchStreamWriter", "unexpected pos")
+
+
+class DiskFullError(OSError):
+    """No room for what is saved. Names the disk and what is missing."""
+
+
+def check_place(target: str | os.PathLike[str], what: str) -> None:
+    """Make the folder `target`, through symbolic links, and see that it can be written. Call it before the work.
+
+    Raises UserError that names `what` (the setting).
+    """
+    try:
+        folder = Path(os.path.realpath(target))
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what}: cannot write in {str(target)!r} ({reason}); choose another folder") from error
+
 
 @contextlib.contextmanager
-def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False) -> Iterator[Path]:
+def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
     """Write into the folder that this yields; `target` gets all of it on a clean exit, and nothing on an exception.
 
     Args:
-        target: the folder to create. If it has content already, that is replaced as a whole.
+        target: the folder to create; a symbolic link means the folder that it leads to. If it has content already,
+            that is replaced as a whole.
         keep_others: keep what `target` has beside the new files (for an output folder that also holds checkpoints).
+        needed_bytes: what will be written, as far as it is known. Raises DiskFullError at once where that is not free.
     """
-    target = Path(target).absolute()
-    staging = target.with_name(f".{target.name}.incomplete")
-    shutil.rmtree(staging, ignore_errors=True)
+    target = Path(os.path.realpath(target))
+    # A mount point cannot be renamed, and its neighbours are on another disk.
+    is_inside = target.is_dir() and (keep_others or os.path.ismount(target))
+    staging, old = _beside(target, _INCOMPLETE, is_inside), _beside(target, _OLD, is_inside)
+    _remove_leftovers(target, staging)
     staging.mkdir(parents=True)
     try:
-        yield staging
+        _check_space(staging, needed_bytes)
+        with _full_disk_named(staging):
+            yield staging
+        if is_inside:
+            _merge(staging, target, old, _replaced(staging, target, keep_others))
+        else:
+            _replace(staging, target, old)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    if not target.exists() or not any(target.iterdir()):
-        os.rename(staging, target)
-    elif keep_others:
-        _merge(staging, target)
-    else:
-        _replace(staging, target)
-
-
-def _replace(staging: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    os.rename(target, old)
-    os.rename(staging, target)
-    shutil.rmtree(old)
 
 
-def _merge(staging: Path, target: Path) -> None:
-    if any((staging / name).exists() for name in ENTRY_NAMES):
-        stale = [*(target / name for name in ENTRY_NAMES), *target.glob("model-*-of-*.safetensors")]
-        for path in stale:
-            path.unlink(missing_ok=True)
-    for source in sorted(staging.iterdir(), key=lambda path: path.name in ENTRY_NAMES):
-        place = target / source.name
-        if place.is_dir():
-            shutil.rmtree(place)
-        os.replace(source, place)
-    staging.rmdir()
+def _beside(target: Path, ending: str, is_inside: bool) -> Path:
+    return target / f".{ending}" if is_inside else target.with_name(f".{target.name}.{ending}")
+
+
+def _remove_leftovers(target: Path, staging: Path) -> None:
+    """What killed processes left: of this folder, and of the checkpoints in it or beside it."""
+    shutil.rmtree(staging, ignore_errors=True)
+    is_checkpoint = target.name.startswith("checkpoint-")
+    for folder in (target, target.parent) if is_checkpoint else (target,):
+        for leftover in folder.glob(f".checkpoint-*.{_INCOMPLETE}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _replace(staging: Path, target: Path, old: Path) -> None:
+    had_content = target.is_dir() and any(target.iterdir())
+    if had_content:
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        if had_content:
+            os.rename(old, target)
+        raise
+
+
+def _replaced(staging: Path, target: Path, keep_others: bool) -> list[Path]:
+    """What has to go from `target`, entries first."""
+    places = {target / source.name for source in staging.iterdir()}
+    if not keep_others:
+        places |= set(target.iterdir())
+    elif any((staging / name).exists() for name in ENTRY_NAMES):
+        places |= {*(target / name for name in ENTRY_NAMES), *target.glob("model-*-of-*.safetensors")}
+    hidden = {_beside(target, ending, True) for ending in (_INCOMPLETE, _OLD)}
+    return sorted((path for path in places - hidden if os.path.lexists(path)), key=_is_entry, reverse=True)
+
+
+def _merge(staging: Path, target: Path, old: Path, replaced: list[Path]) -> None:
+    """Move the files of `staging` into `target`, and `replaced` out of their way into `old`; or leave all as it was."""
+    shutil.rmtree(old, ignore_errors=True)
+    old.mkdir()
+    with contextlib.ExitStack() as undo:
+        for path in replaced:
+            os.rename(path, old / path.name)
+            undo.callback(os.rename, old / path.name, path)
+        for source in sorted(staging.iterdir(), key=_is_entry):
+            os.rename(source, target / source.name)
+            undo.callback(os.rename, target / source.name, source)
+        staging.rmdir()
+        undo.pop_all()
+
+
+def _is_entry(path: Path) -> bool:
+    return path.name in ENTRY_NAMES
+
+
+def _check_space(staging: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(staging).free
+    if needed_bytes > free_bytes:
+        missing = format_bytes(needed_bytes - free_bytes)
+        raise _full(staging, f"{missing} are missing for the {format_bytes(needed_bytes)} that are to be written")
+
+
+@contextlib.contextmanager
+def _full_disk_named(staging: Path) -> Iterator[None]:
+    """Libraries tell of a full disk in their own ways (`torch.save`: "file write failed"); this one says which disk."""
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:
+        could_not_write = any(words in str(error) for words in _TORCH_WRITE_ERRORS)
+        is_full = could_not_write and shutil.disk_usage(staging).free < FULL_BYTES
+        if not is_full and "No space left" not in str(error):
+            raise
+        written_bytes = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+        raise _full(staging, f"{format_bytes(written_bytes)} were written and more is needed") from error
+
+
+def _full(staging: Path, what: str) -> DiskFullError:
+    mount = next(folder for folder in (staging, *staging.parents) if os.path.ismount(folder))
+    free = format_bytes(shutil.disk_usage(staging).free)
+    return DiskFullError(
+        errno.ENOSPC, f"the disk at {mount} is full: {what}, {free} are free; make room there or save to another disk"
+    )

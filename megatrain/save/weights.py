@@ -24,6 +24,9 @@ from megatrain.store.home import Home
 
 GROUP_BYTES = GIB
 LOW_HALVES_NAME = "master_low_halves.safetensors"
+MOMENT_BYTES = 8
+"""Two fp32 moments a parameter, in a checkpoint that training can go on from."""
+LOW_HALF_BYTES = 2
 
 
 def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -39,6 +42,18 @@ def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             f"{os.fspath(folder)} lacks {len(missing)} weights of this model, such as {missing[0]}: "
             "give a folder that was saved from the same architecture"
         )
+
+
+def checkpoint_bytes(model: nn.Module, engine: Engine, *, with_optimizer: bool) -> int:
+    """Bytes of the weights as they are saved and, `with_optimizer`, of what training needs to go on from them."""
+    fields = [field for home in engine.homes for field in home.fields]
+    trained = [field for home in engine.homes for field in home.fields if home.trainable[field]]
+    saved = trained if hasattr(model, "peft_config") else fields  # peft saves its adapters alone
+    num_bytes = sum(field.numel * field.saved_dtype.itemsize for field in saved)
+    if with_optimizer:
+        num_bytes += sum(MOMENT_BYTES * field.numel for field in trained)
+        num_bytes += sum(LOW_HALF_BYTES * field.numel for _, field in _cut_fields(engine))
+    return num_bytes
 
 
 def save_low_halves(engine: Engine, folder: Path) -> None:
