@@ -84,7 +84,6 @@ def main() -> None:
     mt.init(max_vram_gb=args.max_vram_gb, compile=args.compile)
     model = build(args.model, args.seq)
     engine = engine_of(model)
-    print(engine.summary(), flush=True)
     optimizer = mt.optim.AdamW(model, lr=1e-5, weight_decay=0.01, num_threads=args.threads)
     print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,8 +30,6 @@ from megatrain.spec.discover import check_weights, find_layers
 from megatrain.spec.homes import plan_homes
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
-
-logger = logging.getLogger("megatrain")
 
 _config = Config()
 
@@ -81,6 +78,8 @@ def stream(
 ) -> nn.Module:
     """Take the model's weights home and stream its layers through the device from now on. In place; returns it.
 
+    Prints the run's first line: parameters, layers, device, and which of compute, masters and moments are exact.
+
     Args:
         model: any module with repeated blocks, on the CPU (or on the meta device, with `initialize`).
         initialize: (name, shape, dtype) -> values, for weights on the meta device: they go straight home.
@@ -124,6 +123,7 @@ def stream(
         move_home(model, plan, home, initialize)
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
+    print(engine.summary(), flush=True)
     return model
 
 

@@ -84,7 +84,6 @@ class Trainer(transformers.Trainer):
         """Train, as in transformers. Returns when the last update is done and the weights are at home."""
         if self.args.save_strategy != "no":
             check_place(self.args.output_dir, "output_dir")
-        print(self.engine.summary(), flush=True)
         output = super().train(*args, **kwargs)
         self.engine.wait()
         return output
