@@ -20,10 +20,10 @@ from megatrain.base.errors import UserError
 from megatrain.execute.attributes import OwnAttributes, set_attributes, setting_attributes
 from megatrain.execute.capture import publish, recording
 from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
-from megatrain.execute.context import CallContext
+from megatrain.execute.context import CallContext, without_saved_tensor_hooks
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.parameters import HomeParameter
-from megatrain.execute.passes import Use
+from megatrain.execute.passes import Use, wants_gradient
 from megatrain.spec.layout import Field
 
 if TYPE_CHECKING:
@@ -94,8 +94,13 @@ class Call:
         self.context = CallContext(layer.modules, engine.device)
         self.use: Use = engine.passes.use(layer.home)
         self._version = layer.home.version
+        # As in plain autograd, what was frozen in the forward gets no gradient.
+        self.trained = layer.trainable_fields()
         self.keep_graph = keep_graph
         self.kept: KeptGraph | None = None
+        self.is_recorded = False
+        """Part of a micro-batch of an accumulation, whose first backward only collects (see `runs`)."""
+
         self.collected: list[torch.Tensor | None] | None = None
         self.is_differentiable: list[bool] = []
         self._num_results = 0
@@ -150,9 +155,14 @@ class Call:
         return result
 
     def backward(
-        self, params: Views, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+        self,
+        params: Views,
+        tensors: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        *,
+        wants_weights: bool,
     ) -> tuple[list[torch.Tensor | None], Gradients]:
-        """Gradients of the inputs (None where none flows) and of the layer's trainable fields.
+        """Gradients of the inputs (None where none flows) and, if wanted, of the layer's trainable fields.
 
         Args:
             grads: one a tensor output, in the order of `forward`.
@@ -162,14 +172,20 @@ class Call:
                 f"the weights of {self.layer.name} were changed between its forward and its backward (an optimizer "
                 "step?): call backward first, or repeat the forward"
             )
-        graph, self.kept = self.kept or self._recompute(params, tensors), None
+        graph = self.kept or self._recompute(params, tensors)
+        if wants_weights:
+            self.kept = None
         inputs = [tensor for tensor in graph.inputs if tensor.requires_grad]
-        trained = [(field, graph.params[field]) for field in self.layer.trainable_fields()]
+        # As in plain autograd, what was frozen since the forward gets none.
+        fields = [field for field in self.trained if wants_weights and self.layer.home.trainable[field]]
+        trained = [(field, graph.params[field]) for field in fields]
         roots = [(o, g) for o, g in zip(graph.outputs, grads, strict=True) if g is not None and o.requires_grad]
         wanted = [*inputs, *(param for _, param in trained)]
         if not roots or not wanted:
             return [None] * len(graph.inputs), []
-        found = list(torch.autograd.grad([o for o, _ in roots], wanted, [g for _, g in roots], allow_unused=True))
+        outputs, of_outputs = [o for o, _ in roots], [g for _, g in roots]
+        is_kept = self.kept is not None
+        found = torch.autograd.grad(outputs, wanted, of_outputs, allow_unused=True, retain_graph=is_kept)
         of_params = found[len(inputs) :]
         of_inputs = iter(found[: len(inputs)])
         input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in graph.inputs]
@@ -285,7 +301,8 @@ class Call:
             return
         refuse = functools.partial(_refuse_backward, self.layer.name)
         dropping = torch.autograd.graph.saved_tensors_hooks(_drop, refuse)
-        with torch.enable_grad(), contextlib.nullcontext() if self.keep_graph else dropping:
+        # A checkpoint around the layer must not see what a kept graph saves: its own recomputation keeps none.
+        with torch.enable_grad(), without_saved_tensor_hooks() if self.keep_graph else dropping:
             try:
                 yield
             except RuntimeError as error:
@@ -322,13 +339,14 @@ class LayerFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        if call.engine.is_collecting:
+        if call.engine.is_collecting and call.is_recorded:
             call.collect(grads)
             return (None, None, *[None] * len(call.needs_grad))
         take = call.engine.activations.take
         pairs = zip(ctx.saved_tensors, ctx.boundaries, strict=True)
         tensors = [take(boundary) if saved is None else saved for saved, boundary in pairs]
-        input_grads = call.engine.backward_call(call, tensors, grads)
+        wants_weights = wants_gradient(ctx)
+        input_grads = call.engine.backward_call(call, tensors, grads, wants_weights=wants_weights)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             for boundary in ctx.boundaries:
                 if boundary is not None:

@@ -7,13 +7,17 @@ forward, restored around the recomputation, and the present state is put back af
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatrain.execute.attributes import Attributes, Place, get_attributes, set_attributes
+
+Hooks = tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
+"""(pack, unpack) of `torch.autograd.graph.saved_tensors_hooks`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,34 @@ class AutocastState:
         for kind, enabled, dtype in self.states:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+
+
+def get_saved_tensor_hooks() -> Hooks:
+    """The thread's stack of default hooks, outermost first."""
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(pair)
+    hooks.reverse()
+    set_saved_tensor_hooks(tuple(hooks))
+    return tuple(hooks)
+
+
+def set_saved_tensor_hooks(hooks: Hooks) -> None:
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    hooks = get_saved_tensor_hooks()
+    set_saved_tensor_hooks(())
+    try:
+        yield
+    finally:
+        set_saved_tensor_hooks(hooks)
 
 
 class CallContext:

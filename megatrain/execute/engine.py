@@ -94,7 +94,7 @@ class Engine:
 
     def call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward of a streamed layer."""
-        run = current_run()
+        run = current_run(self)
         if run is not None:
             run.arrive(layer)
         if not torch.is_grad_enabled():
@@ -149,7 +149,7 @@ class Engine:
                     params, tensors, grads, wants_weights=wants_weights
                 )
             self.passes.add(call.layer.home, param_grads)
-        if wants_weights:
+        if wants_weights or not call.trained:
             self.passes.settle(call.layer.home, call.use)
         return input_grads
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.execute.passes import wants_gradient
 from megatrain.execute.runs import current_run
 from megatrain.spec.layout import Field, view_field
 from megatrain.store.home import Home
@@ -37,7 +38,7 @@ class Fetcher:
         if not torch.is_grad_enabled():
             # PyTorch picks some kernels by `requires_grad` alone.
             return self.weights(home, field).detach().requires_grad_()
-        run = current_run()
+        run = current_run(self._engine)
         if run is None:
             return self._differentiable(home, field)
         # One alias a micro-batch, so that its uses are summed before they are added to those of the others.
@@ -76,9 +77,9 @@ class _FetchFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, ...]:
-        if grad is not None:
+        if grad is not None and wants_gradient(ctx):
             passes = ctx.engine.passes
-            passes.join_autograd()
+            ctx.engine.join_autograd()
             passes.add(ctx.home, [(ctx.field, grad)])
             passes.settle(ctx.home, ctx.use)
         return (None,) * 5

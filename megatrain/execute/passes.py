@@ -2,18 +2,29 @@
 
 A home's gradients leave once a pass: when the last of its live uses has had its backward, or else when the pass ends.
 Which of the two depends only on the model's own graph, never on buffer sizes or timing.
+
+A backward may run others inside (a reentrant checkpoint): they add to the pass of the outermost.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.transport.drain import GradientAccumulator, GradientPacket
+
+
+def wants_gradient(ctx: Any) -> bool:
+    """Whether the running backward asks for gradients of the weights behind a function whose first tensor is an anchor:
+    `autograd.grad` and `backward(inputs=...)` do not."""
+    anchor = ctx.next_functions[0][0]
+    return anchor is not None and torch._C._will_engine_execute_node(anchor)
 
 
 class Use:
@@ -34,6 +45,18 @@ class Use:
         self.settle()
 
 
+class _Task:
+    """A running `backward()`. Autograd holds it until that is over, or torn by an exception."""
+
+    __slots__ = ("__weakref__", "_finish", "_id")
+
+    def __init__(self, task_id: int, finish: Callable[[int], None]) -> None:
+        self._id, self._finish = task_id, finish
+
+    def __call__(self) -> None:
+        self._finish(self._id)
+
+
 class Passes:
     """
     Args:
@@ -45,8 +68,8 @@ class Passes:
         self._send = send
         self._live: Counter[Home] = Counter()
         self._open: dict[Home, GradientAccumulator] = {}
-        self._pass_id: int | None = None
-        self._is_held = False
+        self._tasks: dict[int, weakref.ref[_Task]] = {}
+        self.is_held = False
 
     def use(self, home: Home) -> Use:
         return Use(home, self._live)
@@ -54,11 +77,11 @@ class Passes:
     def hold(self) -> None:
         """More uses of any home may still come in this pass: close nothing until `release`."""
         self.abandon()
-        self._is_held = True
+        self.is_held = True
 
     def release(self) -> None:
         """All uses of the pass exist now. Homes that have had their last backward go home."""
-        self._is_held = False
+        self.is_held = False
         for home in list(self._open):
             self._close_if_complete(home)
 
@@ -73,32 +96,45 @@ class Passes:
     def settle(self, home: Home, use: Use) -> None:
         """`use` has had its backward."""
         use.settle()
-        if not self._is_held:
+        if not self.is_held:
             self._close_if_complete(home)
 
     def end(self) -> None:
         """The pass is over: what is still open goes home."""
-        self._is_held = False
-        self._pass_id = None
+        self.is_held = False
+        self._tasks.clear()
         for home in list(self._open):
             self._close(home)
 
     def abandon(self) -> None:
         """The pass failed: its sums are worth nothing."""
         self._open.clear()
-        self._is_held = False
-        self._pass_id = None
+        self._tasks.clear()
+        self.is_held = False
 
     def join_autograd(self) -> None:
-        """Called from inside a plain `backward()`: end the pass when autograd has finished it."""
-        pass_id = torch._C._current_graph_task_id()
-        if self._is_held or pass_id == self._pass_id:
+        """Called from inside a plain `backward()`: end the pass when autograd has finished the outermost one."""
+        task_id = torch._C._current_graph_task_id()
+        if self.is_held or self._is_running(task_id):
             return
-        if self._pass_id is not None:
-            # The last pass never ended: an exception tore it.
+        if self.is_torn():
             self.abandon()
-        self._pass_id = pass_id
-        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+        task = _Task(task_id, self._finish)
+        self._tasks[task_id] = weakref.ref(task)
+        torch.autograd.Variable._execution_engine.queue_callback(task)
+
+    def is_torn(self) -> bool:
+        """An exception tore the pass: no backward will end it."""
+        return bool(self._tasks) and not any(map(self._is_running, self._tasks))
+
+    def _is_running(self, task_id: int) -> bool:
+        reference = self._tasks.get(task_id)
+        return reference is not None and reference() is not None
+
+    def _finish(self, task_id: int) -> None:
+        self._tasks.pop(task_id, None)
+        if not any(map(self._is_running, self._tasks)):
+            self.end()
 
     def _close_if_complete(self, home: Home) -> None:
         if self._live[home] == 0:

@@ -19,15 +19,16 @@ block carries from one micro-batch to the next (running means) meets them last t
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import greenlet
 import torch
 
 from megatrain.base.errors import UserError
 from megatrain.execute.attributes import OwnAttributes
-from megatrain.execute.context import AutocastState, RngState
+from megatrain.execute.context import AutocastState, Hooks, RngState, get_saved_tensor_hooks, set_saved_tensor_hooks
 
 if TYPE_CHECKING:
     from megatrain.execute.call import Call
@@ -39,8 +40,16 @@ Edges = list[torch.autograd.graph.GradientEdge | None]
 Roots = list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]
 
 
+class _State(NamedTuple):
+    is_grad_enabled: bool
+    hooks: Hooks
+    autocast: AutocastState
+    rng: RngState | None
+
+
 class Run(greenlet.greenlet):
-    """One micro-batch's forward. Grad mode, autocast, RNG, context variables and attributes are its own."""
+    """One micro-batch's forward. Grad mode, hooks on saved tensors, autocast, RNG, context variables and attributes are
+    its own."""
 
     def __init__(self, engine: Engine, thunk: Callable[[], torch.Tensor], seed: int | None) -> None:
         super().__init__(self._main)
@@ -51,6 +60,7 @@ class Run(greenlet.greenlet):
         self.layer: StreamedLayer | None = None
         self.loss: torch.Tensor | None = None
         self.keeps_graph = False
+        self.engine = engine
         self._device = engine.device
         self._thunk = thunk
         self._seed = seed
@@ -60,13 +70,26 @@ class Run(greenlet.greenlet):
 
     def resume(self) -> None:
         """Run on to the next streamed layer, or to the end (`dead`)."""
-        outside = self._swap(self._state)
-        self.attributes.enter()
+        self._go(self.switch)
+
+    def abandon(self) -> None:
+        """Leave nothing behind: no coroutine, no graph."""
+        if not self.dead:
+            self._go(functools.partial(self.throw, greenlet.GreenletExit))
+        self.aliases.clear()
+        self.calls.clear()
+        self.loss = None
+
+    def _go(self, switch: Callable[[], StreamedLayer]) -> None:
+        outside = self._get_state()
         try:
-            self.layer = self.switch()
+            self._set_state(self._state)
+            self.attributes.enter()
+            self.layer = switch()
         finally:
             self.attributes.leave()
-            self._state = self._swap(outside)
+            self._state = self._get_state()
+            self._set_state(outside)
 
     def arrive(self, layer: StreamedLayer) -> None:
         """Called from inside: pause at `layer` until it is this micro-batch's turn."""
@@ -74,6 +97,7 @@ class Run(greenlet.greenlet):
 
     def record(self, call: Call, outputs: Sequence[torch.Tensor]) -> None:
         """Called from inside: `call` is part of this micro-batch's graph."""
+        call.is_recorded = True
         edge = torch.autograd.graph.get_gradient_edge
         of_outputs = [edge(output) if output.requires_grad else None for output in outputs]
         of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
@@ -89,29 +113,27 @@ class Run(greenlet.greenlet):
             torch.manual_seed(self._seed)
         self.loss = self._thunk()
 
-    def _get_state(self) -> tuple[bool, AutocastState, RngState | None]:
+    def _get_state(self) -> _State:
         rng = RngState.get(self._device) if self._owns_rng else None
-        return torch.is_grad_enabled(), AutocastState.get(self._device), rng
+        return _State(torch.is_grad_enabled(), get_saved_tensor_hooks(), AutocastState.get(self._device), rng)
 
-    def _swap(self, state: tuple[bool, AutocastState, RngState | None]) -> tuple[bool, AutocastState, RngState | None]:
-        before = self._get_state()
-        is_grad_enabled, autocast, rng = state
-        torch.set_grad_enabled(is_grad_enabled)
-        autocast.set()
-        if rng is not None:
-            rng.set(self._device)
-        return before
+    def _set_state(self, state: _State) -> None:
+        torch.set_grad_enabled(state.is_grad_enabled)
+        set_saved_tensor_hooks(state.hooks)
+        state.autocast.set()
+        if state.rng is not None:
+            state.rng.set(self._device)
 
 
-def current_run() -> Run | None:
-    """The micro-batch whose code is running, if it is one."""
+def current_run(engine: Engine) -> Run | None:
+    """The micro-batch of `engine` whose code is running, if it is one. Another model in a loss (a teacher) has none."""
     current = greenlet.getcurrent()
-    return current if isinstance(current, Run) else None
+    return current if isinstance(current, Run) and current.engine is engine else None
 
 
 def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
     """See `Engine.accumulate`."""
-    if current_run() is not None:
+    if isinstance(greenlet.getcurrent(), Run):
         raise UserError("accumulate was called from inside a micro-batch: call it once, around all of them")
     if not torch.is_grad_enabled():
         raise UserError("accumulate trains: call it outside of torch.no_grad()")
@@ -133,7 +155,7 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
         raise
     finally:
         for run in runs:
-            _abandon(run)
+            run.abandon()
     return losses
 
 
@@ -207,7 +229,7 @@ def _loss_backward(engine: Engine, run: Run) -> tuple[torch.Tensor, Roots]:
     if run.calls and run.calls[-1][0].kept is not None:
         call, _, of_inputs = run.calls.pop()
         if call.collected is not None:
-            grads = engine.backward_call(call, call.kept.inputs, call.collected)
+            grads = engine.backward_call(call, call.kept.inputs, call.collected, wants_weights=True)
             roots += _pairs(of_inputs, grads)
         call.collected = call.kept = None
     for call, of_outputs, _ in run.calls:
@@ -225,15 +247,6 @@ def _pairs(edges: Edges, grads: Sequence[torch.Tensor | None]) -> Roots:
 def _backward(roots: Roots) -> None:
     if roots:
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
-
-
-def _abandon(run: Run) -> None:
-    """Leave nothing behind of a micro-batch: its coroutine, its graph."""
-    if not run.dead:
-        run.throw(greenlet.GreenletExit)
-    run.aliases.clear()
-    run.calls.clear()
-    run.loss = None
 
 
 def _describe(value: object) -> str:
