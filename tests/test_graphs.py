@@ -1,4 +1,4 @@
-"""What else a user does with autograd: gradients of inputs alone, checkpoints, backwards inside others, other models."""
+"""What else a user does with autograd: gradients of inputs alone, checkpoints, backwards in others, two models."""
 
 from __future__ import annotations
 

@@ -9,28 +9,33 @@ Rule: outside of `visit` no weights of a streamed layer are on the device.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.base.config import Config, StreamOptions
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.units import format_count
+from megatrain.base.units import format_count
 from megatrain.execute.call import Arguments, Call, LayerFunction
 from megatrain.execute.capture import recording_keys
 from megatrain.execute.fetch import Fetcher
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
-from megatrain.execute.runs import current_run, run_accumulated
+from megatrain.execute.runs import Run, current_run, run_accumulated
 from megatrain.execute.templates import compile_templates, group_templates
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.transport.activations import ActivationStore
 from megatrain.transport.serial import SerialStream
 from megatrain.transport.stream import LaneStream
+
+Result = TypeVar("Result")
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -82,6 +87,8 @@ class Engine:
         self.is_last: dict[str, bool] = {}
         self.num_steps = 0
         self._visits: dict[StreamedLayer, Views] = {}
+        self._depth = 0
+        self._thread = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._update_report: dict[str, float] = {}
         if config.compile:
@@ -95,8 +102,12 @@ class Engine:
     def call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward of a streamed layer."""
         run = current_run(self)
-        if run is not None:
-            run.arrive(layer)
+        if run is None:
+            return self._alone(lambda: self._call(layer, args, kwargs, None))
+        run.arrive(layer)
+        return self._call(layer, args, kwargs, run)
+
+    def _call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], run: Run | None) -> Any:
         if not torch.is_grad_enabled():
             return self._call_without_graph(layer, args, kwargs)
         arguments = Arguments(args, kwargs)
@@ -120,8 +131,8 @@ class Engine:
     @contextlib.contextmanager
     def visit(self, layer: StreamedLayer) -> Iterator[Views]:
         """The layer's parameters on the device for the length of the block. Visits nest: all have the same views."""
-        weights = self.transport.acquire(layer.home)
         is_outermost = layer not in self._visits
+        weights = self.transport.acquire(layer.home)
         try:
             if is_outermost:
                 self._visits[layer] = layer.views(weights)
@@ -140,6 +151,15 @@ class Engine:
         wants_weights: bool,
     ) -> list[torch.Tensor | None]:
         """Gradients of a call's inputs; those of its weights, if wanted, are added to the pass."""
+        return self._alone(lambda: self._backward_call(call, tensors, grads, wants_weights))
+
+    def _backward_call(
+        self,
+        call: Call,
+        tensors: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        wants_weights: bool,
+    ) -> list[torch.Tensor | None]:
         if wants_weights:
             self.join_autograd()
         input_grads = call.passed_on(grads)
@@ -171,7 +191,36 @@ class Engine:
 
         Returns the detached losses in order. Gradients are at home, or on their way.
         """
-        return run_accumulated(self, thunks)
+        return self._alone(lambda: run_accumulated(self, thunks))
+
+    def _alone(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, which may run more of the same inside. What an exception or an interrupt left undone before is
+        cleared away first. Another thread is refused meanwhile, unless it is autograd's, which works for this one."""
+        thread, depth, owner = threading.get_ident(), self._depth, self._thread
+        is_backward = torch._C._current_graph_task_id() != -1
+        if depth == 0 and not is_backward:
+            self._recover()
+        elif owner != thread and not is_backward:
+            raise RefusedError(
+                "a streamed model was called from two threads at once, and its layers share the device one after the "
+                "other: call it from one thread, or hold a lock around forward and backward"
+            )
+        try:
+            self._depth, self._thread = depth + 1, thread
+            return work()
+        finally:
+            self._depth, self._thread = depth, owner
+
+    def _recover(self) -> None:
+        is_clean = self.transport.is_idle and not (self._visits or self.is_collecting or self.passes.is_held)
+        if is_clean and not self.passes.is_torn():
+            return
+        self.is_collecting = False
+        self._visits.clear()
+        self.passes.abandon()
+        for layer in self.layers:
+            layer.recover()
+        self.transport.recover()
 
     # What reads weights and gradients waits for what it needs.
 
@@ -219,7 +268,7 @@ class Engine:
         num_blocks = sum(len(members) for members in templates.values())
         kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
         line = (
-            f"megatrain: {num_parameters / 1e9:.3f}B parameters, {num_blocks} blocks{kinds} and "
+            f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
             f"{len(self.layers) - num_blocks} other layers streamed through {self.device}; {how}"
         )
         if self.config.optimizer_compression:

@@ -54,6 +54,7 @@ class StreamedLayer:
 
         self.fields = list(dict.fromkeys(field for _, _, field in self._places))
         self._watched: set[bool] = set()
+        self._own: list[Any] | None = None
 
     def trainable_fields(self) -> list[Field]:
         return [field for field in self.fields if self.home.trainable[field]]
@@ -84,15 +85,17 @@ class StreamedLayer:
     def bound(self, views: Views) -> Iterator[None]:
         """The module holds `views` as its parameters for the length of the block."""
         held = [owner._parameters[attribute] for owner, attribute, _ in self._places]
-        for owner, attribute, field in self._places:
-            owner._parameters[attribute] = views[field]
         is_first = self.module.training not in self._watched
         marks = _marks(views, is_first)
         try:
+            self._put([views[field] for _, _, field in self._places])
             yield
         finally:
-            for (owner, attribute, _), parameter in zip(self._places, held, strict=True):
-                owner._parameters[attribute] = parameter
+            try:
+                self._put(held)
+            except KeyboardInterrupt:
+                self._put(held)
+                raise
         if _marks(views, is_first) != marks:
             # What the slot holds now is not what is at home.
             self.home.version += 1
@@ -101,6 +104,15 @@ class StreamedLayer:
                 "cannot see: compute a changed copy in the forward, or change weights between steps"
             )
         self._watched.add(self.module.training)
+
+    def recover(self) -> None:
+        """After an interrupt at any place: the module holds its own parameters."""
+        if self._own is not None:
+            self._put(self._own)
+
+    def _put(self, parameters: list[Any]) -> None:
+        for (owner, attribute, _), parameter in zip(self._places, parameters, strict=True):
+            owner._parameters[attribute] = parameter
 
     def _check_unchanged(self) -> None:
         for owner, attribute, field in self._places:
@@ -114,6 +126,8 @@ class StreamedLayer:
                 f"{self.name} was changed after mt.stream (a submodule inserted?): change the model first, then call "
                 "mt.stream"
             )
+        if self._own is None:
+            self._own = [owner._parameters[attribute] for owner, attribute, _ in self._places]
 
 
 def _marks(views: Views, is_first: bool) -> list[int]:

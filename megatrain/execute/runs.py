@@ -142,8 +142,8 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
     # A single micro-batch draws from the global generator as plain training does; several get a seed each.
     seeds = [None] if len(thunks) == 1 else torch.randint(2**62, (len(thunks),)).tolist()
     runs = [Run(engine, thunk, seed) for thunk, seed in zip(thunks, seeds, strict=True)]
-    engine.passes.hold()
     try:
+        engine.passes.hold()
         roots, losses = _forward(engine, runs)
         engine.passes.release()
         _backward(roots)

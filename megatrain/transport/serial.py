@@ -20,6 +20,7 @@ class SerialStream:
     """Same verbs as `LaneStream`; every verb has done its work when it returns."""
 
     total_device_bytes = 0
+    is_idle = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,6 +36,9 @@ class SerialStream:
 
     def release(self, home: Home) -> None:
         del home
+
+    def recover(self) -> None:
+        """Nothing is ever under way."""
 
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Bring a pass's gradients home."""

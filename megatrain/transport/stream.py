@@ -25,7 +25,7 @@ from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
-from megatrain.transport.slots import Slot, SlotPool
+from megatrain.transport.slots import Slot, SlotPool, State
 from megatrain.transport.stall import StallClock
 
 
@@ -55,6 +55,7 @@ class LaneStream:
         self._cpu = Lane("cpu", torch.device("cpu"), delay_seconds=delay_seconds)
         self._in_use: dict[Home, tuple[Slot, int]] = {}
         self._drains: deque[tuple[Fence, GradientPacket]] = deque()
+        self._may_be_draining = False
         self._stall = {name: StallClock(device) for name in ("weights", "drain")}
         self._clock = 0
 
@@ -85,7 +86,7 @@ class LaneStream:
 
     def release(self, home: Home) -> None:
         """The caller's work so far was the last that reads the weights."""
-        slot, count = self._in_use.pop(home)
+        slot, count = self._in_use[home]
         if count > 1:
             self._in_use[home] = (slot, count - 1)
             return
@@ -94,6 +95,21 @@ class LaneStream:
         slot.release(Fence.on_current_stream(self.device))
         if self._poison:
             slot.free()
+        # Last: whatever an interrupt leaves undone can be seen from `is_idle`.
+        self._in_use.pop(home, None)
+
+    @property
+    def is_idle(self) -> bool:
+        """No weights are in use."""
+        return not self._in_use
+
+    def recover(self) -> None:
+        """After an interrupt at any place: no weights are in use, and every drain has landed."""
+        self._in_use.clear()
+        for slot in self.slots.slots:
+            # A copy may be on its way into it. The next one goes the same lane, behind it.
+            slot.state, slot.home, slot.used = State.FREE, None, Fence.on_current_stream(self.device)
+        self.flush()
 
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Send a pass's gradients home. Waits (for room, not for the copy) when too many are on their way."""
@@ -102,6 +118,7 @@ class LaneStream:
                 fence, _ = self._drains.popleft()
                 fence.order(self._compute_stream())
         computed = Fence.on_current_stream(self.device)
+        self._may_be_draining = True
         fence = self._d2h.submit(lambda: self._land(home, packet), after=(home.updated, computed))
         home.grads.arrived = fence
         self._drains.append((fence, packet))
@@ -134,9 +151,11 @@ class LaneStream:
 
     def flush(self) -> None:
         """Wait until every drain has landed; raise what went wrong in one."""
-        while self._drains:
-            fence, _ = self._drains.popleft()
-            fence.wait()
+        # An interrupt may have kept a drain's fence from being noted: the lane itself knows when all is over.
+        if self._may_be_draining:
+            self._d2h.submit(_do_nothing).wait()
+            self._drains.clear()
+            self._may_be_draining = False
 
     def waiting(self, cause: str) -> StallClock:
         """A context around a wait of the compute lane: "weights" or "drain"."""
@@ -182,3 +201,5 @@ class LaneStream:
         receive()
 
 
+def _do_nothing() -> None:
+    """Work that is over when all before it is."""

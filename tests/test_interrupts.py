@@ -1,0 +1,107 @@
+"""Ctrl-C at any place: the model stays usable, and the next step is right."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_equal, gradients, stream, the_engine
+from model_zoo import Block, Stack, make_batch
+
+from megatrain.base.errors import RefusedError
+from megatrain.execute.parameters import HomeParameter
+
+OURS = ("megatrain/execute", "megatrain/transport", "megatrain/store", "contextlib.py")
+
+
+def in_order(stack: Stack, x: torch.Tensor) -> torch.Tensor:
+    for block in stack.blocks:
+        x = block(x)
+    return x
+
+
+def make_stack() -> Stack:
+    return Stack([Block(16) for _ in range(3)], in_order)
+
+
+def interrupted(run: Callable[[], Any], at: int | None) -> int:
+    """Raise KeyboardInterrupt at the `at`-th place where the interpreter looks for signals: where a function of ours
+    starts, or a C function it called ends. Returns the number of places."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        if event not in ("call", "c_return") or not any(part in frame.f_code.co_filename for part in OURS):
+            return
+        count += 1
+        if count == at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def plain_step(model: Any) -> None:
+    for seed in (1, 2):
+        (model(**make_batch(seed=seed))["loss"] / 2).backward()
+
+
+def accumulated_step(model: Any) -> None:
+    engine = the_engine(model)
+    engine.accumulate([lambda seed=seed: model(**make_batch(seed=seed))["loss"] / 2 for seed in (1, 2)])
+
+
+# Raised in a destructor, it is printed and forgotten.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("step", [plain_step, accumulated_step])
+def test_interrupts_at_any_place(step: Callable[[Any], None]) -> None:
+    plain, model = stream(make_stack())
+    plain_step(plain)
+    expected = gradients(plain)
+    step(model)
+    num_places = interrupted(lambda: step(model), None)
+    assert num_places > 1000
+    for at in range(1, num_places, 41):
+        model.zero_grad()
+        interrupted(lambda: step(model), at)
+        assert all(isinstance(parameter, HomeParameter) for parameter in model.parameters()), at
+        assert torch.is_grad_enabled()
+        model.zero_grad()
+        step(model)
+        assert_equal(expected, gradients(model))
+
+
+def test_calls_from_two_threads_at_once_are_refused() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            go_on.wait()
+            return super().forward(x)
+
+    _, model = stream(Stack([Waiting(16), Block(16)], in_order))
+    batch = make_batch()
+    outputs = []
+    other = threading.Thread(target=lambda: outputs.append(model(**batch)["loss"]))
+    other.start()
+    inside.wait()
+    with pytest.raises(RefusedError, match="two threads"):
+        model(**batch)
+    go_on.set()
+    other.join()
+    assert torch.equal(outputs[0], model(**batch)["loss"])
+    outputs[0].backward()
+    assert gradients(model)
