@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.spec.discover import find_layers
 from megatrain.spec.homes import plan_homes
 from megatrain.store.home import Home
@@ -57,6 +57,52 @@ def test_buffers_have_exact_sizes_within_the_budget(tmp_path) -> None:
     second.fill_(7)
     assert int(second.sum()) == 7 * second.numel()
     assert os.listdir(tmp_path) == [], "files are unlinked as soon as they are mapped"
+
+
+def test_memory_that_is_given_back_is_counted_back(tmp_path) -> None:
+    memory = HostMemory(max_bytes=3 * PAGE_BYTES, offload_dir=tmp_path, pin=False)
+    kept = memory.empty(PAGE_BYTES)
+    for _ in range(3):
+        buffers = [memory.empty(2 * PAGE_BYTES) for _ in range(2)]
+        assert (memory.ram_bytes, memory.disk_bytes) == (3 * PAGE_BYTES, 2 * PAGE_BYTES)
+        view = buffers[0][5:6].view(1, 1)
+        del buffers
+        assert (memory.ram_bytes, memory.disk_bytes) == (3 * PAGE_BYTES, 0), "a view keeps its buffer"
+        del view
+        assert memory.ram_bytes == kept.numel()
+
+
+def test_a_forked_process_cannot_change_the_weights_of_its_parent() -> None:
+    home = make_homes(Blocks(), "fp32")[0]
+    field = home.fields[0]
+    value = torch.randn(field.shape)
+    home.write(field, value)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            home.write(field, torch.zeros(field.shape))
+        except RefusedError:
+            code = 0 if torch.equal(home.read(field), value) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(home.read(field), value)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shapes", [[(0,), (5,)], [(5,), (0, 3)], [(0,)], [()], [(), (0,), (3, 2), (0,), ()]])
+def test_parameters_without_elements_or_dimensions(shapes: list[tuple[int, ...]], precision: str) -> None:
+    model = Blocks()
+    for block in model.blocks:
+        block.extra = nn.ParameterList(nn.Parameter(torch.empty(shape)) for shape in shapes)
+        del block.weight, block.bias
+    for home in make_homes(model, precision):
+        values = {field: torch.randn(field.shape) for field in home.fields}
+        for field, value in values.items():
+            home.write(field, value)
+        for field, value in values.items():
+            assert torch.equal(home.read(field), value)
 
 
 def test_too_much_is_refused_with_the_missing_bytes(tmp_path) -> None:

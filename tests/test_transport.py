@@ -1,8 +1,6 @@
-"""Bookkeeping of the stream: predictor, slots, lanes, activations. Pure parts by properties, lanes by faults.
+"""Bookkeeping of the stream: predictor, slots, lanes, fences. Pure parts by properties, lanes by faults."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
-from megatrain.transport.activations import MIN_BYTES, ActivationStore
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
 from megatrain.transport.slots import Slot, SlotPool, State, slot_sizes
@@ -196,53 +193,6 @@ def test_a_fence_is_recorded_once() -> None:
         fence.record()
     with pytest.raises(AssertionError):
         fence.fail(RuntimeError())
-
-
-# Activations
-
-
-def make_store(budget_bytes: int) -> tuple[ActivationStore, list[Fence]]:
-    """A store whose copies to the host wait until the test lets them go."""
-    lane, gates = Lane("copy", CPU), []
-
-    def send(tensor: torch.Tensor, host: torch.Tensor) -> Fence:
-        gates.append(Fence())
-        return lane.submit(lambda: host.copy_(tensor), after=(gates[-1],))
-
-    def bring(host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
-        return lane.submit(lambda: tensor.copy_(host), after=(sent,))
-
-    memory = HostMemory(max_bytes=None, offload_dir=None, pin=False)
-    return ActivationStore(memory=memory, device=CPU, budget_bytes=budget_bytes, send=send, bring=bring), gates
-
-
-@pytest.mark.timeout(30)
-def test_activations_beyond_the_budget_go_and_come_back() -> None:
-    tensors = [torch.randn(MIN_BYTES // 4) for _ in range(5)]
-    store, gates = make_store(2 * MIN_BYTES)
-    boundaries = [store.keep(tensor) for tensor in tensors]
-    assert [boundary.host is None for boundary in boundaries] == [True, True, False, False, False]
-    assert store.keep(torch.zeros(4)) is None
-    threading.Timer(0.05, lambda: [gate.record() for gate in gates]).start()
-    for tensor, boundary in list(zip(tensors, boundaries, strict=True))[:1:-1]:
-        assert torch.equal(store.take(boundary), tensor)
-        boundary.release()
-    for boundary in boundaries:
-        boundary.release()
-    assert store.kept_bytes == 0
-    assert store.offloaded_bytes == 3 * MIN_BYTES
-
-
-def test_buffers_of_dropped_graphs_are_used_again() -> None:
-    store, gates = make_store(0)
-    memory = store._memory
-    for _ in range(3):
-        boundaries = [store.keep(torch.randn(MIN_BYTES // 4)) for _ in range(2)]
-        for gate in gates:
-            if not gate.is_recorded:
-                gate.record()
-        del boundaries
-    assert memory.ram_bytes == 2 * MIN_BYTES
 
 
 # Layouts

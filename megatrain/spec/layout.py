@@ -51,8 +51,8 @@ def padded(numel: int) -> int:
 
 def wire_bytes(fields: list[Field]) -> int:
     """Length of the wire section that holds `fields`."""
-    last = max(fields, key=lambda field: field.wire_offset_bytes)
-    return last.wire_offset_bytes + last.wire_bytes
+    # A field without elements shares its offset with the next one, so the last offset need not be the end.
+    return max(field.wire_offset_bytes + field.wire_bytes for field in fields)
 
 
 def view_field(wire: torch.Tensor, field: Field) -> torch.Tensor:

@@ -81,7 +81,11 @@ class Home:
         return self.read(field).to(field.saved_dtype)
 
     def write(self, field: Field, value: torch.Tensor) -> None:
-        """Overwrite the master with `value` (any float dtype, same shape, on any device)."""
+        """Overwrite the master with `value` (any float dtype, same shape, on any device).
+
+        Raises RefusedError in a forked process.
+        """
+        self.memory.check_process()
         self.updated.wait()
         assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
         if field.is_split and value.dtype == torch.bfloat16:
@@ -96,5 +100,4 @@ class Home:
 
 
 def _num_elements(fields: list[Field]) -> int:
-    last = max(fields, key=lambda field: field.offset)
-    return last.offset + last.numel
+    return max(field.offset + field.numel for field in fields)

@@ -3,6 +3,9 @@
 PyTorch's pinned allocator rounds to powers of two, which at this scale wastes up to half the host. A mapping of the
 exact size plus `cudaHostRegister` transfers at full speed and takes 0.05-0.1 s/GiB.
 Rule: a buffer is released only after every tensor that views it is gone (the mapping is kept alive by the tensors).
+Mappings are shared with forked processes, not copied on write: else every page that an update writes while a data
+loader's workers live would be there twice, and page-locked ones would be copied by the fork itself.
+So a forked process must not write (`check_process`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.units import format_bytes
 
 logger = logging.getLogger("megatrain")
@@ -46,6 +49,15 @@ class HostMemory:
         self.disk_bytes = 0
         self.pinned_bytes = 0
         self._pin = pin
+        self._process_id = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise RefusedError in a forked process: what it writes, its parent reads."""
+        if os.getpid() != self._process_id:
+            raise RefusedError(
+                "a forked process cannot change a streamed model, whose weights it shares with its parent: change it "
+                "in the process that called mt.stream, or call mt.stream in this one"
+            )
 
     def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes` (page-aligned start).
@@ -59,14 +71,22 @@ class HostMemory:
             mapping = mmap.mmap(-1, mapped_bytes)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
-            self.ram_bytes += mapped_bytes
+            self._account("ram_bytes", mapped_bytes, mapping)
             tensor = torch.frombuffer(mapping, dtype=torch.uint8)
             if pinned and self._pin:
                 self._page_lock(tensor, mapping)
             return tensor[:num_bytes]
         mapping = self._map_file(mapped_bytes)
-        self.disk_bytes += mapped_bytes
+        self._account("disk_bytes", mapped_bytes, mapping)
         return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+
+    def _account(self, counter: str, num_bytes: int, mapping: mmap.mmap) -> None:
+        """Count `num_bytes` for as long as `mapping` lives."""
+        self._add(counter, num_bytes)
+        weakref.finalize(mapping, self._add, counter, -num_bytes).atexit = False
+
+    def _add(self, counter: str, num_bytes: int) -> None:
+        setattr(self, counter, getattr(self, counter) + num_bytes)
 
     def require(self, num_bytes: int, what: str) -> None:
         """Refuse `what` before any work when `num_bytes` more fit nowhere. Raises UserError with the missing bytes."""
@@ -132,7 +152,7 @@ class HostMemory:
                 int(code),
             )
             return
-        self.pinned_bytes += tensor.numel()
+        self._account("pinned_bytes", tensor.numel(), mapping)
         # Every view of the tensor keeps the mapping alive; the pages are unlocked just before they are unmapped.
         weakref.finalize(mapping, _unlock, tensor.data_ptr()).atexit = False
 

@@ -2,17 +2,21 @@
 
 They stay on the device within a budget; what comes later in the forward goes to page-locked host memory and comes back
 ahead of its use. The backward takes them in the reverse order of the forward, so that is the order of prefetch.
-Rule: which tensors go depends on the budget, no result does.
+A tensor that several layers take (the states of an encoder) is counted and sent once.
+Rule: which tensors go depends on the budget, no result does: they come back with the strides that they had.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.base.fence import Fence
+from megatrain.store.buffers import BufferPool
 from megatrain.store.memory import HostMemory
 
 # Smaller tensors cost more in bookkeeping than they free.
@@ -20,17 +24,32 @@ MIN_BYTES = 1 << 16
 PREFETCH_DEPTH = 4
 
 
-class Boundary:
-    """One activation that is kept until its backward. `release` once it is used up (or the graph is dropped)."""
+class _Kept:
+    """One tensor that is kept, for one or several boundaries."""
 
-    def __init__(self, store: ActivationStore, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.num_bytes = shape.numel() * dtype.itemsize
+    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.version = tensor._version
+        self.num_boundaries = 0
+        self.buffer: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self.device: torch.Tensor | None = None
         self.arrived = Fence.done()
+
+
+class Boundary:
+    """One layer's use of an activation, kept until its backward. `release` once it is used up or the graph dropped."""
+
+    def __init__(self, store: ActivationStore, kept: _Kept) -> None:
+        self.kept = kept
+        kept.num_boundaries += 1
         self._store = store
         self._is_live = True
+
+    @property
+    def host(self) -> torch.Tensor | None:
+        """The tensor on the host, viewing a buffer; None while it stays on the device."""
+        return self.kept.host
 
     def release(self) -> None:
         if self._is_live:
@@ -62,62 +81,101 @@ class ActivationStore:
         self.kept_bytes = 0
         self.num_offloaded = 0
         self.offloaded_bytes = 0
-        self._memory, self._device = memory, device
+        self.buffers = BufferPool(memory)
+        self._device = device
         self._send, self._bring = send, bring
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Weak: a graph that is dropped without a backward gives its buffers back.
         self._away: weakref.WeakKeyDictionary[Boundary, None] = weakref.WeakKeyDictionary()
-        self._free: dict[int, list[torch.Tensor]] = {}
+        # Boundaries may be dropped at any moment, also by the garbage collector in the middle of a method here.
+        self._returned: deque[_Kept] = deque()
 
     def keep(self, tensor: torch.Tensor) -> Boundary | None:
         """Take charge of `tensor`. None: it was not worth it. The caller keeps the tensor itself if `host` is None."""
-        num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes < MIN_BYTES:
+        if tensor.numel() * tensor.element_size() < MIN_BYTES:
             return None
-        boundary = Boundary(self, tensor.shape, tensor.dtype)
-        if self.kept_bytes + num_bytes <= self.budget_bytes:
-            self.kept_bytes += num_bytes
-            return boundary
-        boundary.host = self._buffer(num_bytes).view(tensor.dtype).view(tensor.shape)
-        boundary.arrived = self._send(tensor, boundary.host)
-        self._away[boundary] = None
-        self.num_offloaded += 1
-        self.offloaded_bytes += num_bytes
+        kept = self._kept.get(tensor)
+        if kept is None or kept.num_boundaries == 0 or kept.version != tensor._version:
+            kept = self._kept[tensor] = self._keep(tensor)
+        boundary = Boundary(self, kept)
+        if kept.host is not None:
+            self._away[boundary] = None
         return boundary
 
     def take(self, boundary: Boundary) -> torch.Tensor:
         """The activation on the device, ordered before the caller's next work. It comes again if it is taken again."""
-        self._fetch(boundary)
-        tensor, boundary.device = boundary.device, None
+        kept = boundary.kept
+        self._fetch(kept)
+        tensor, kept.device = kept.device, None
         assert tensor is not None
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        boundary.arrived.order(stream)
+        kept.arrived.order(stream)
         for earlier in self._earlier(boundary):
-            self._fetch(earlier)
+            self._fetch(earlier.kept)
         return tensor
 
     def forget(self, boundary: Boundary) -> None:
-        if boundary.host is None:
-            self.kept_bytes -= boundary.num_bytes
-            return
         self._away.pop(boundary, None)
-        # The buffer is used again only behind its last copy.
-        boundary.arrived.wait()
-        self._free.setdefault(boundary.num_bytes, []).append(boundary.host)
-        boundary.host = boundary.device = None
+        kept = boundary.kept
+        kept.num_boundaries -= 1
+        if kept.num_boundaries > 0:
+            return
+        if kept.host is None:
+            self.kept_bytes -= kept.num_bytes
+        else:
+            self._returned.append(kept)
+
+    def _keep(self, tensor: torch.Tensor) -> _Kept:
+        num_elements = _span(tensor)
+        kept = _Kept(tensor, tensor.untyped_storage().nbytes())
+        if num_elements is not None:
+            kept.num_bytes = num_elements * tensor.element_size()
+        # Elements that share memory (an expanded tensor) would not come back as what they were.
+        if num_elements is None or self.kept_bytes + kept.num_bytes <= self.budget_bytes:
+            self.kept_bytes += kept.num_bytes
+            return kept
+        self._collect()
+        kept.buffer = self.buffers.take(kept.num_bytes)
+        flat = kept.buffer[: kept.num_bytes].view(tensor.dtype)
+        kept.host = flat.as_strided(tensor.shape, tensor.stride())
+        kept.arrived = self._send(tensor, kept.host)
+        self.num_offloaded += 1
+        self.offloaded_bytes += kept.num_bytes
+        return kept
+
+    def _collect(self) -> None:
+        """Take back the buffers of activations that were used up, each behind its last copy."""
+        while self._returned:
+            kept = self._returned.popleft()
+            buffer, kept.buffer, kept.host, kept.device = kept.buffer, None, None, None
+            assert buffer is not None
+            try:
+                kept.arrived.wait()
+            except Exception:  # was told to whoever took the activation; a dropped one concerns nobody
+                self.buffers.discard(buffer)
+            else:
+                self.buffers.give_back(buffer)
 
     def _earlier(self, boundary: Boundary) -> Sequence[Boundary]:
         away = list(self._away)
         position = away.index(boundary) if boundary in self._away else len(away)
         return away[max(0, position - PREFETCH_DEPTH) : position][::-1]
 
-    def _fetch(self, boundary: Boundary) -> None:
-        if boundary.device is None:
-            assert boundary.host is not None
-            boundary.device = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
-            boundary.arrived = self._bring(boundary.host, boundary.device, boundary.arrived)
+    def _fetch(self, kept: _Kept) -> None:
+        if kept.device is None:
+            assert kept.host is not None
+            shape, stride = kept.host.shape, kept.host.stride()
+            kept.device = torch.empty_strided(shape, stride, dtype=kept.host.dtype, device=self._device)
+            kept.arrived = self._bring(kept.host, kept.device, kept.arrived)
 
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
-        free = self._free.get(num_bytes)
-        if free:
-            return free.pop().view(-1).view(torch.uint8)
-        return self._memory.empty(num_bytes, pinned=True)
+
+def _span(tensor: torch.Tensor) -> int | None:
+    """Elements of memory from the first to the last one of `tensor`, gaps included. None if two share a place."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < span:
+            return None
+        span += stride * (size - 1)
+    return span

@@ -1,0 +1,218 @@
+"""Boundary activations: beyond the budget they go to the host and come back as they were; buffers are used again."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import megatrain as mt
+from megatrain.base.config import StreamOptions
+from megatrain.base.fence import Fence
+from megatrain.execute.engine import engine_of
+from megatrain.store.buffers import MAX_WASTE, BufferPool
+from megatrain.store.memory import PAGE_BYTES, HostMemory
+from megatrain.transport.activations import MIN_BYTES, ActivationStore
+from megatrain.transport.lane import Lane
+from megatrain.transport.serial import SerialStream
+
+CPU = torch.device("cpu")
+OFFLOAD = StreamOptions(activation_bytes=0)
+
+
+def make_memory() -> HostMemory:
+    return HostMemory(max_bytes=None, offload_dir=None, pin=False)
+
+
+def make_store(budget_bytes: int) -> ActivationStore:
+    stream = SerialStream(CPU)
+    return ActivationStore(
+        memory=make_memory(), device=CPU, budget_bytes=budget_bytes, send=stream.send, bring=stream.bring
+    )
+
+
+BASE = torch.arange(2.0 * MIN_BYTES).view(64, 32, -1)
+LAYOUTS = {
+    "contiguous": BASE,
+    "transposed": BASE.transpose(0, 1),
+    "channels_last": BASE.unflatten(0, (8, 8)).contiguous(memory_format=torch.channels_last),
+    "sliced": BASE[:, :, 3:],
+    "every_other": BASE[:, ::2],
+    "one_row": BASE.view(1, 64, -1).transpose(0, 2),
+    "offset": BASE[1:],
+    "bf16": BASE.bfloat16().transpose(1, 2),
+    "complex": torch.complex(BASE, -BASE).transpose(0, 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_activation_comes_back_with_its_strides(name: str) -> None:
+    tensor, store = LAYOUTS[name], make_store(0)
+    boundary = store.keep(tensor)
+    assert boundary is not None and boundary.host is not None
+    back = store.take(boundary)
+    assert (back.stride(), back.shape, back.dtype) == (tensor.stride(), tensor.shape, tensor.dtype)
+    assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("tensor", [BASE[:1].expand(64, -1, -1), BASE.flatten().unfold(0, 8, 4)])
+def test_elements_that_share_memory_stay_on_the_device(tensor: torch.Tensor) -> None:
+    store = make_store(0)
+    boundary = store.keep(tensor)
+    assert boundary is not None and boundary.host is None
+    assert store.kept_bytes == BASE.nbytes
+    boundary.release()
+    assert store.kept_bytes == 0
+
+
+@pytest.mark.parametrize("budget_bytes", [0, BASE.nbytes])
+def test_a_tensor_that_several_layers_take_is_counted_and_sent_once(budget_bytes: int) -> None:
+    tensor, store = BASE.clone(), make_store(budget_bytes)
+    boundaries = [store.keep(tensor) for _ in range(3)]
+    assert (store.kept_bytes, store.num_offloaded) == ((BASE.nbytes, 0) if budget_bytes else (0, 1))
+    for boundary in reversed(boundaries):
+        assert boundary is not None
+        if boundary.host is not None:
+            assert torch.equal(store.take(boundary), tensor)
+        boundary.release()
+        boundary.release()
+    assert store.kept_bytes == 0
+    # Used up, it is another one.
+    other = store.keep(tensor.add_(1))
+    assert other is not None
+    assert other.host is None or torch.equal(store.take(other), tensor)
+
+
+def test_a_tensor_that_changed_between_two_layers_is_two() -> None:
+    tensor, store = BASE.clone(), make_store(0)
+    first = store.keep(tensor)
+    tensor.add_(1)
+    second = store.keep(tensor)
+    assert first is not None and second is not None
+    assert torch.equal(store.take(second), BASE + 1)
+    assert torch.equal(store.take(first), BASE)
+
+
+def make_gated_store(budget_bytes: int) -> tuple[ActivationStore, list[Fence]]:
+    """A store whose copies to the host wait until the test lets them go."""
+    lane, gates = Lane("copy", CPU), []
+
+    def send(tensor: torch.Tensor, host: torch.Tensor) -> Fence:
+        gates.append(Fence())
+        return lane.submit(lambda: host.copy_(tensor), after=(gates[-1],))
+
+    def bring(host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
+        return lane.submit(lambda: tensor.copy_(host), after=(sent,))
+
+    return ActivationStore(memory=make_memory(), device=CPU, budget_bytes=budget_bytes, send=send, bring=bring), gates
+
+
+@pytest.mark.timeout(30)
+def test_activations_beyond_the_budget_go_and_come_back() -> None:
+    tensors = [torch.randn(MIN_BYTES // 4) for _ in range(5)]
+    store, gates = make_gated_store(2 * MIN_BYTES)
+    boundaries = [store.keep(tensor) for tensor in tensors]
+    assert [boundary.host is None for boundary in boundaries] == [True, True, False, False, False]
+    assert store.keep(torch.zeros(4)) is None
+    threading.Timer(0.05, lambda: [gate.record() for gate in gates]).start()
+    for tensor, boundary in list(zip(tensors, boundaries, strict=True))[:1:-1]:
+        assert torch.equal(store.take(boundary), tensor)
+        boundary.release()
+    for boundary in boundaries:
+        boundary.release()
+    assert store.kept_bytes == 0
+    assert store.offloaded_bytes == 3 * MIN_BYTES
+
+
+def test_a_copy_that_failed_is_told_to_whoever_takes_it() -> None:
+    store, gates = make_gated_store(0)
+    boundary = store.keep(BASE)
+    assert boundary is not None and boundary.host is not None
+    gates[0].fail(RuntimeError("broken link"))
+    with pytest.raises(RuntimeError, match="broken link"):
+        store.take(boundary)
+    boundary.release()
+
+
+def test_buffers_of_dropped_graphs_are_used_again() -> None:
+    store, gates = make_gated_store(0)
+    memory = store.buffers.memory
+    for _ in range(3):
+        boundaries = [store.keep(torch.randn(MIN_BYTES // 4)) for _ in range(2)]
+        for gate in gates:
+            if not gate.is_recorded:
+                gate.record()
+        del boundaries
+    assert memory.ram_bytes == 2 * MIN_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), max_size=25))
+def test_the_pool_never_holds_more_than_was_in_use(passes: list[tuple[int, int]]) -> None:
+    memory = make_memory()
+    pool = BufferPool(memory)
+    for num_pages, num_buffers in passes:
+        num_bytes = num_pages * PAGE_BYTES
+        buffers = [pool.take(num_bytes) for _ in range(num_buffers)]
+        assert len({buffer.data_ptr() for buffer in buffers}) == num_buffers
+        assert all(num_bytes <= buffer.numel() <= MAX_WASTE * num_bytes for buffer in buffers)
+        assert memory.ram_bytes == pool.used_bytes + pool.free_bytes <= pool.peak_bytes
+        while buffers:
+            pool.give_back(buffers.pop())
+    assert pool.used_bytes == 0
+    assert pool.peak_bytes <= max((MAX_WASTE * pages * count * PAGE_BYTES for pages, count in passes), default=0)
+
+
+class Spread(nn.Module):
+    """A block whose arithmetic depends on the strides of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return x + (y if x.is_contiguous() else 2 * y)
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Spread() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x).transpose(0, 1)
+        for block in self.blocks:
+            x = block(x).transpose(0, 1)
+        return x.square().mean()
+
+
+def test_recomputation_sees_the_strides_of_the_forward() -> None:
+    plain = Turning()
+    model = mt.stream(copy.deepcopy(plain), options=OFFLOAD)
+    x = torch.randn(64, 32, 64)
+    for each in (plain, model):
+        each(x).backward()
+    engine = engine_of(model)
+    assert engine is not None and engine.activations.num_offloaded == 3
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(dict(model.named_parameters())[name].grad, parameter.grad), name
+
+
+def test_host_memory_does_not_grow_with_lengths() -> None:
+    model = mt.stream(Turning(), options=OFFLOAD)
+    engine = engine_of(model)
+    assert engine is not None
+    model(torch.randn(64, 40, 64)).backward()
+    start_bytes = engine.homes[0].memory.ram_bytes
+    largest_bytes = engine.activations.buffers.peak_bytes
+    for length in range(8, 40):
+        model(torch.randn(64, length, 64)).backward()
+    assert engine.activations.num_offloaded == 3 * 33
+    assert engine.activations.buffers.peak_bytes == largest_bytes
+    assert engine.homes[0].memory.ram_bytes <= start_bytes
