@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import Stack, make_batch
-from surface_helpers import assert_like, loss_and_gradients, plain, streamed
+from model_zoo import Block, Stack, make_batch
+from surface_helpers import assert_like, assert_same_state, loss_and_gradients, plain, streamed
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -192,6 +192,41 @@ def test_weights_that_cannot_be_taken_home(change: Callable[[torch.Tensor], torc
         with pytest.raises(mt.UserError, match=message):
             mt.stream(model)
     assert all(block.weight.numel() for block in model.blocks)
+
+
+SHARED: dict[str, Callable[[Stack], torch.Tensor]] = {
+    "all": lambda model: model.embed.weight.data,
+    "view": lambda model: model.embed.weight.data.view(-1).view_as(model.head.weight),
+    "through numpy": lambda model: torch.from_numpy(model.embed.weight.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_parameters_over_the_same_memory(name: str) -> None:
+    model = Stack([Block(16) for _ in range(2)], lambda _, x: x)
+    model.head.weight = nn.Parameter(SHARED[name](model))
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(
+        mt.UserError, match=r"embed.weight and head.weight are two parameters .*head.weight = embedding"
+    ):
+        mt.stream(model)
+    assert_same_state(model.state_dict(), expected)
+    model.head.weight = model.embed.weight
+    mt.stream(model)
+
+
+def test_parameters_side_by_side_in_one_storage_are_two() -> None:
+    model = Stack([Block(16) for _ in range(2)], lambda _, x: x)
+    pair = torch.randn(2, *model.head.weight.shape)
+    model.embed.weight, model.head.weight = nn.Parameter(pair[0]), nn.Parameter(pair[1])
+    assert torch.equal(mt.stream(model).state_dict()["head.weight"], pair[1])
+
+
+def test_an_expanded_parameter() -> None:
+    model = Stack([Block(16) for _ in range(2)], lambda _, x: x)
+    model.head.weight = nn.Parameter(torch.ones(1, 1).expand_as(model.head.weight))
+    with pytest.raises(mt.UserError, match="head.weight has elements that share memory"):
+        mt.stream(model)
 
 
 def test_lazy_weights() -> None:

@@ -7,6 +7,7 @@ small leftovers (norms, routers) stay resident on the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from megatrain.base.errors import UserError
+from megatrain.spec.layout import span
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,6 +156,7 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
                 f"{name} is a {type(parameter.data).__name__}: mt.stream takes plain tensors; load the model "
                 "without sharding or quantisation"
             )
+    _refuse_shared_memory(model)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise UserError(
@@ -165,4 +168,25 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
             raise UserError(
                 f"buffer {name} is on the meta device and has no values: build the model with "
                 "accelerate.init_empty_weights(include_buffers=False), which makes buffers for real"
+            )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Parameters that are two objects over the same memory would be two weights from here on."""
+    places = []
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "meta" and parameter.numel() > 0:
+            num_elements = span(parameter.data)
+            if num_elements is None:
+                raise UserError(
+                    f"{name} has elements that share memory (expand?): give it a tensor of its own, .clone()"
+                )
+            start = parameter.data_ptr()
+            places.append((str(parameter.device), start, start + num_elements * parameter.element_size(), name))
+    places.sort()
+    for (device, _, end, name), (next_device, next_start, _, next_name) in itertools.pairwise(places):
+        if device == next_device and next_start < end:
+            raise UserError(
+                f"{name} and {next_name} are two parameters over the same memory, and would be trained apart: to tie "
+                "them, assign one Parameter to both places (head.weight = embedding.weight); else .clone() one"
             )

@@ -55,6 +55,18 @@ def wire_bytes(fields: list[Field]) -> int:
     return max(field.wire_offset_bytes + field.wire_bytes for field in fields)
 
 
+def span(tensor: torch.Tensor) -> int | None:
+    """Elements of memory from the first to the last one of `tensor`, gaps included. None if two share a place."""
+    num_elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride < num_elements:
+            return None
+        num_elements += stride * (size - 1)
+    return num_elements
+
+
 def view_field(wire: torch.Tensor, field: Field) -> torch.Tensor:
     """The field as a tensor of its shape and dtype, viewing `wire` (flat uint8: a slot or a home)."""
     start = field.wire_offset_bytes

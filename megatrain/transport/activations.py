@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.base.fence import Fence
+from megatrain.spec.layout import span
 from megatrain.store.buffers import BufferPool
 from megatrain.store.memory import HostMemory
 
@@ -126,7 +127,7 @@ class ActivationStore:
             self._returned.append(kept)
 
     def _keep(self, tensor: torch.Tensor) -> _Kept:
-        num_elements = _span(tensor)
+        num_elements = span(tensor)
         kept = _Kept(tensor, tensor.untyped_storage().nbytes())
         if num_elements is not None:
             kept.num_bytes = num_elements * tensor.element_size()
@@ -167,15 +168,3 @@ class ActivationStore:
             shape, stride = kept.host.shape, kept.host.stride()
             kept.device = torch.empty_strided(shape, stride, dtype=kept.host.dtype, device=self._device)
             kept.arrived = self._bring(kept.host, kept.device, kept.arrived)
-
-
-def _span(tensor: torch.Tensor) -> int | None:
-    """Elements of memory from the first to the last one of `tensor`, gaps included. None if two share a place."""
-    span = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride < span:
-            return None
-        span += stride * (size - 1)
-    return span
