@@ -179,3 +179,22 @@ def test_a_second_streamed_model_in_the_loss(width: int, is_trained: bool) -> No
         assert_equal(gradients(plain_teacher), gradients(teacher))
         for each in (plain, model, plain_teacher, teacher):
             each.zero_grad()
+
+
+# What a layer comes to do later
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_foreign_tensor_used_later_is_refused(is_compiled: bool) -> None:
+    foreign: list[torch.Tensor] = []
+
+    class Closing(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * foreign[0] if foreign else x)
+
+    mt.init(device="cpu", compile=is_compiled)
+    _, model = stream(Stack([Closing(WIDTH) for _ in range(2)], in_order))
+    loss_of(model, make_batch()).backward()
+    foreign.append(torch.ones(WIDTH, requires_grad=True))
+    with pytest.raises(UserError, match="neither an argument nor a parameter"):
+        loss_of(model, make_batch()).backward()

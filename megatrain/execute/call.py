@@ -22,6 +22,7 @@ from megatrain.execute.capture import publish, recording
 from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
 from megatrain.execute.context import CallContext, without_saved_tensor_hooks
 from megatrain.execute.layer import StreamedLayer, Views
+from megatrain.execute.leaves import num_uses
 from megatrain.execute.parameters import HomeParameter
 from megatrain.execute.passes import Use, wants_gradient
 from megatrain.spec.layout import Field
@@ -53,9 +54,7 @@ class Arguments:
 class KeptGraph:
     """The graph of a call whose backward comes while its weights are still in the slot."""
 
-    def __init__(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: Views
-    ) -> None:
+    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: Views) -> None:
         self.outputs, self.inputs, self.params = outputs, inputs, params
 
 
@@ -211,6 +210,8 @@ class Call:
         inputs = self._detached(tensors, requires_grad=True)
         with self.context.restored(), torch.enable_grad():
             results = self._run(inputs, params, is_recomputation=True)
+        # Each time: a layer may come to use a foreign tensor later, and a GPU's or compiled forward shows no graph.
+        num_uses(self.layer.name, results, inputs, list(params.values()))
         return KeptGraph([*results, *(inputs[index] for index in self._shared)], inputs, params)
 
     def _looks_at_graph(self) -> bool:
@@ -231,7 +232,7 @@ class Call:
         if len(inputs) not in known and not has_graph:
             return []
         if len(inputs) not in known:
-            known[len(inputs)] = _num_uses(self.layer.name, results, inputs, list(params.values()))
+            known[len(inputs)] = num_uses(self.layer.name, results, inputs, list(params.values()))
         uses = zip(known[len(inputs)], self.tensors, self.needs_grad, strict=True)
         return [i for i, (count, tensor, needs) in enumerate(uses) if count > 1 and needs and not tensor.is_leaf]
 
@@ -239,9 +240,7 @@ class Call:
         flags = zip(tensors, self.needs_grad, strict=True)
         return [tensor.detach().requires_grad_(requires_grad and needs) for tensor, needs in flags]
 
-    def _run(
-        self, inputs: list[torch.Tensor], params: Views, *, is_recomputation: bool
-    ) -> list[torch.Tensor]:
+    def _run(self, inputs: list[torch.Tensor], params: Views, *, is_recomputation: bool) -> list[torch.Tensor]:
         """Run the layer; returns its tensor outputs."""
         filling = Filling(inputs)
         args, kwargs = filling.fill(self._arguments)
@@ -374,27 +373,3 @@ def _refuse_backward(name: str, _: object) -> NoReturn:
 
 def _in_place(name: str) -> str:
     return f"{name} changes its input in place, so it cannot be recomputed: write x = x + y for x += y"
-
-
-def _num_uses(name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], own: list[torch.Tensor]) -> list[int]:
-    """How often a layer's graph uses each of `inputs`. Refuses a graph that leads to tensors that are not its own."""
-    uses = {id(tensor): 0 for tensor in (*inputs, *own)}
-    for leaf in _leaves({output.grad_fn for output in outputs if output.grad_fn is not None}):
-        if id(leaf) not in uses:
-            raise UserError(
-                f"{name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an argument nor "
-                "a parameter of it: its gradient would be lost. Pass it as an argument"
-            )
-        uses[id(leaf)] += 1
-    return [uses[id(tensor)] for tensor in inputs]
-
-
-def _leaves(nodes: set[torch.autograd.graph.Node]) -> Iterator[torch.Tensor]:
-    """The leaves below these nodes, once a use."""
-    ahead, seen = list(nodes), set(nodes)
-    while ahead:
-        following = [node for node, _ in ahead.pop().next_functions if node is not None]
-        yield from (node.variable for node in following if hasattr(node, "variable"))
-        new = {node for node in following if not hasattr(node, "variable")} - seen
-        seen |= new
-        ahead += new
