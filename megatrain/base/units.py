@@ -1,4 +1,4 @@
-"""Byte and time units. GB is 1e9 bytes everywhere, GiB is 2**30."""
+"""Byte and time units, counts. GB is 1e9 bytes everywhere, GiB is 2**30."""
 
 from __future__ import annotations
 
@@ -22,3 +22,17 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 60:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
     return f"{seconds:.1f} s"
+
+
+def format_count(count: int) -> str:
+    """`7.616B`, `134.5M`, `225K`, `640`: parameters."""
+    if count >= 999_950_000:
+        return f"{count / 1e9:.3f}B"
+    if count >= 999_500:
+        return f"{count / 1e6:.1f}M"
+    return f"{count / 1e3:.0f}K" if count >= 1000 else str(count)
+
+
+def format_number(count: int, thing: str) -> str:
+    """`1 row`, `1,200 rows`."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"

@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from megatrain.base.errors import UserError
+from megatrain.base.units import format_number
 from megatrain.data.collate import Collator
 from megatrain.data.config import DataConfig, Source
 from megatrain.data.exactness import fit_collator
@@ -45,7 +46,8 @@ class PartReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_samples:,} samples in {self.num_rows:,} rows, {self.num_tokens:,} tokens "
+            f"{format_number(self.num_samples, 'sample')} in {format_number(self.num_rows, 'row')}, "
+            f"{format_number(self.num_tokens, 'token')} "
             f"({self.num_targets:,} supervised), {self.padding_share:.1%} padding"
         )
 

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.units import format_count
-from megatrain.base.units import format_count
 from megatrain.execute.call import Arguments, Call, LayerFunction
 from megatrain.execute.capture import recording_keys
 from megatrain.execute.fetch import Fetcher
