@@ -1,4 +1,4 @@
-"""Leaves of a layer's graph: how often it uses each input, and that it leads to nothing but its inputs and parameters."""
+"""Leaves of a layer's graph: how often it uses each input, and that it leads only to its inputs and parameters."""
 
 from __future__ import annotations
 

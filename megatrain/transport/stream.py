@@ -74,7 +74,11 @@ class LaneStream:
         slot = self.slots.find(home)
         if slot is None:
             slot = self._fill(home, keep=[])
-            assert slot is not None, f"no slot for {home.name}: as many layers are in use as there are slots"
+            if slot is None:
+                raise UserError(
+                    f"no slot for {home.name}: as many layers are in use as there are slots. Call no more of the model "
+                    "inside a layer, and in accumulate checkpoint no more than the head"
+                )
         with self.waiting("weights"):
             slot.filled.order(self._compute_stream())
         slot.ready()
