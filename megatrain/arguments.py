@@ -12,6 +12,7 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
+from megatrain.argument_ranges import out_of_range
 from megatrain.base.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,14 +62,16 @@ _ONE_PROCESS = "one process, one device: nothing to distribute"
 _SCRIPT_FLAG = "a flag for scripts; transformers.Trainer does not read it either"
 _RECOMPUTE = "every streamed layer is recomputed in the backward already, so both values mean the same"
 _SHARDING = "weights are sharded over time, not over devices"
-_PRECISION = "bf16=True, or megatrain.init(precision='fp32' or 'bf16')"
+_PRECISION = (
+    "bf16=True, or megatrain.init(precision='fp32' or 'bf16'); in a recipe training.bf16: true, or engine.precision"
+)
 
 TABLE: dict[str, Row] = {
     # Output, duration, batch size
     "output_dir": _yes(),
     "per_device_train_batch_size": _yes("size of one micro-batch"),
     "num_train_epochs": _yes(),
-    "max_steps": _yes(),
+    "max_steps": _yes("-1: num_train_epochs decides; below that it is refused"),
     # Learning rate and optimizer
     "learning_rate": _yes(),
     "lr_scheduler_type": _yes("through transformers' own schedulers"),
@@ -106,7 +109,7 @@ TABLE: dict[str, Row] = {
     # Compilation and kernels
     "torch_compile": _no(
         "compiling the whole model would freeze weights that move",
-        "leave it off and say mt.init(compile=True), which compiles each kind of block",
+        "leave it off and say mt.init(compile=True) (in a recipe engine.compile: true) for each kind of block",
     ),
     "torch_compile_backend": _no("setting it turns torch_compile on", "leave it unset"),
     "torch_compile_mode": _no("setting it turns torch_compile on", "leave it unset"),
@@ -226,6 +229,7 @@ def check_arguments(args: TrainingArguments) -> None:
         "Leave it at its default, or update megatrain."
         for name in changed_unknown_fields(args)
     ]
+    complaints += out_of_range(args)
     if args.world_size > 1:
         complaints.append(
             f"{args.world_size} processes are refused: {_ONE_PROCESS}. Start the script with plain `python`."

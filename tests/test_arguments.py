@@ -64,6 +64,66 @@ def test_all_refusals_come_in_one_message(args: TrainingArguments) -> None:
         check_arguments(args)
 
 
+NAN = float("nan")
+OUT_OF_RANGE: list[tuple[str, object]] = [
+    ("per_device_train_batch_size", 0),
+    ("per_device_eval_batch_size", -1),
+    ("gradient_accumulation_steps", 0),
+    ("max_steps", 0),
+    ("max_steps", -5),
+    ("learning_rate", NAN),
+    ("learning_rate", -1.0),
+    ("num_train_epochs", -1.0),
+    ("num_train_epochs", float("inf")),
+    ("adam_beta1", 1.0),
+    ("adam_epsilon", -1e-8),
+    ("label_smoothing_factor", 1.5),
+    ("max_grad_norm", NAN),
+    ("max_grad_norm", -1.0),
+    ("seed", -1),
+    ("seed", 2**32),
+    ("data_seed", 2**70),
+    ("save_steps", 0),
+    ("save_steps", NAN),
+    ("logging_steps", -1),
+    ("eval_steps", -1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_number_that_cannot_work_is_refused_before_work(args: TrainingArguments, name: str, value: object) -> None:
+    for strategy in ("save_strategy", "logging_strategy", "eval_strategy"):
+        setattr(args, strategy, "steps")
+    check_arguments(args)
+    setattr(args, name, value)
+    with pytest.raises(UserError, match=f"{name}={value} is refused: it cannot work. Instead: .+"):
+        check_arguments(args)
+
+
+IN_RANGE: list[tuple[str, object]] = [
+    ("max_steps", -1),
+    ("max_grad_norm", 0.0),
+    ("max_grad_norm", float("inf")),
+    ("seed", 2**32 - 1),
+    ("data_seed", None),
+    ("save_steps", 0.1),
+    ("eval_steps", None),
+    ("learning_rate", 0.0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), IN_RANGE)
+def test_a_number_at_the_edge_passes(args: TrainingArguments, name: str, value: object) -> None:
+    args.save_strategy = "steps"
+    setattr(args, name, value)
+    check_arguments(args)
+
+
+def test_an_interval_that_is_not_read_may_be_anything(args: TrainingArguments) -> None:
+    args.save_strategy, args.save_steps = "no", 0
+    check_arguments(args)
+
+
 def test_bf16_and_the_usual_flags_pass(tmp_path: Path) -> None:
     check_arguments(
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True, gradient_checkpointing=True, do_train=True)
