@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megatrain.base.units import format_count, format_number
 from megatrain.commands.console import make_console, print_fact, print_table
 from megatrain.commands.length import RunLength
 from megatrain.commands.progress import WINDOW_STEPS, ProgressDisplay, SpeedMeter, Work
@@ -78,7 +79,7 @@ def run_display(console: Console) -> None:
             state.global_step = step
             counters.seconds += 2.0
             counters.work = Work(num_tokens=counters.work.num_tokens + 100, stall_seconds=5.0)
-            display.on_step_end(None, state, None)
+            display.on_step_end(None, state, SimpleNamespace(should_log=True))
             display.on_log(None, state, None, {"loss": 3.0 - step})
         display.on_log(None, state, None, {"eval_loss": 1.5})
         display.on_log(None, state, None, {"train_runtime": 4.0})
@@ -108,12 +109,26 @@ def test_without_a_terminal_each_log_is_a_line() -> None:
     ]
 
 
+def test_the_first_step_tells_how_long_the_run_will_take_when_its_log_is_far_off() -> None:
+    file = io.StringIO()
+    counters = Counters()
+    control = SimpleNamespace(should_log=False)
+    state = SimpleNamespace(global_step=4, max_steps=8)  # goes on from a checkpoint
+    with ProgressDisplay(make_console(file), counters.meter()) as display:
+        display.on_train_begin(None, state, None)
+        for step in (5, 6):
+            state.global_step = step
+            counters.seconds += 20.0
+            display.on_step_end(None, state, control)
+    assert file.getvalue() == "step 5/8  20.0 s for the first step  at most about 1 min 00 s left\n"
+
+
 def test_a_terminal_gets_a_bar_that_ends_with_the_training() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, legacy_windows=False)
     run_display(console)
     printed = console.file.getvalue()
     bar, after = printed.rsplit("afterwards", 1)
-    assert "2/2 loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%" in bar
+    assert "2/2 loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  0.0 s left" in bar
     assert "training" not in after, "the bar was drawn again after its end"
     assert "step 1/2" not in printed
 
@@ -137,6 +152,12 @@ def test_plain_output_is_never_cut_or_padded() -> None:
     lines = file.getvalue().splitlines()
     assert lines[:3] == [f"saved       {long_path}", "data        first", "            second"]
     assert any(line.split() == ["where", long_path[:50]] for line in lines)
+
+
+def test_counts_read_well_at_every_size() -> None:
+    sizes = (640, 999_499, 224_800, 999_500, 134_515_008, 999_950_000, 7_615_616_512)
+    assert [format_count(size) for size in sizes] == ["640", "999K", "225K", "1.0M", "134.5M", "1.000B", "7.616B"]
+    assert [format_number(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
 
 
 def arguments(**changes: object) -> SimpleNamespace:

@@ -41,6 +41,11 @@ def print_fact(console: Console, name: str, text: str) -> None:
     console.print(grid)
 
 
+def print_step(console: Console, text: str) -> None:
+    """`            loading the weights ...`, before a stretch that may be long and prints nothing."""
+    print_fact(console, "", f"{text} ...")
+
+
 def print_block(console: Console, text: str) -> None:
     """Text of several lines, indented, with an empty line after it."""
     from rich.padding import Padding

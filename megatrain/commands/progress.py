@@ -62,9 +62,7 @@ class Speed:
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{self.tokens_per_second:,.0f} tokens/s  {self.model_tflops:.3g} TFLOPS  stall {self.stall_share:.0%}"
-        )
+        return f"{self.tokens_per_second:,.0f} tokens/s  {self.model_tflops:.3g} TFLOPS  stall {self.stall_share:.0%}"
 
 
 class SpeedMeter:
@@ -141,6 +139,13 @@ class ProgressDisplay(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.step()
         self._refresh(state)
+        is_first = self._meter.total().num_steps == 1
+        if is_first and self._progress is None and not control.should_log:
+            # The first log may be far off. The first step is slower than the others: it learns the order of the layers.
+            self._console.print(
+                f"step {state.global_step}/{state.max_steps}  {format_seconds(self._seconds_a_step())} for the first "
+                f"step  at most about {self._left(state)}"
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "eval_loss" in logs and state.global_step:
@@ -151,10 +156,8 @@ class ProgressDisplay(TrainerCallback):
         if self._progress is not None:
             self._refresh(state)
             return
-        remaining_seconds = self._seconds_a_step() * (state.max_steps - state.global_step)
         self._console.print(
-            f"step {state.global_step}/{state.max_steps}  {self._loss}{self._meter.recent()}  "
-            f"{format_seconds(remaining_seconds)} left"
+            f"step {state.global_step}/{state.max_steps}  {self._loss}{self._meter.recent()}  {self._left(state)}"
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -167,8 +170,11 @@ class ProgressDisplay(TrainerCallback):
 
     def _refresh(self, state: Any) -> None:
         if self._progress is not None:
-            figures = f"{self._loss}{self._meter.recent()}"
+            figures = f"{self._loss}{self._meter.recent()}  {self._left(state)}"
             self._progress.update(self._task, completed=state.global_step, figures=figures)
+
+    def _left(self, state: Any) -> str:
+        return f"{format_seconds(self._seconds_a_step() * (state.max_steps - state.global_step))} left"
 
     def _seconds_a_step(self) -> float:
         recent = self._meter.recent()
@@ -176,14 +182,13 @@ class ProgressDisplay(TrainerCallback):
 
 
 def _bar(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         expand=True,
     )
