@@ -15,9 +15,10 @@ from typing import Annotated
 
 import typer
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import InterruptedRunError, UserError
 
 INTERRUPTED = 130
+PURPOSE = "Train language models bigger than the GPU, all parameters, on one GPU."
 
 
 def train(
@@ -52,6 +53,9 @@ def run_command(arguments: list[str]) -> int:
     except UserError as error:
         _print_error(str(error))
         return 2
+    except InterruptedRunError as error:
+        _print_error(str(error))
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
@@ -67,16 +71,31 @@ def run_command(arguments: list[str]) -> int:
 def _app() -> typer.Typer:
     app = typer.Typer(
         name="megatrain",
-        help="Train language models bigger than the GPU, all parameters, on one GPU.",
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(lambda: None)  # keeps the verb in the command even while there is only one
+    app.callback(help=PURPOSE)(_options)  # also keeps the verb in the command while there is only one
     for name, function in VERBS.items():
         app.command(name)(function)
     return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from megatrain import __version__
+
+        print(f"megatrain {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """The options that stand before a verb. Typer calls back for the one there is."""
 
 
 def _print_error(text: str) -> None:

@@ -75,7 +75,7 @@ class OutputConfig:
     """Folder for the trained model and its checkpoints. Left out: `runs/` and the recipe's file name."""
 
     overwrite: bool = False
-    """true: write over the model of an earlier run. Otherwise a folder that holds one is refused."""
+    """true: write over the model and checkpoints of an earlier run. Otherwise a folder that holds any is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,7 @@ def _training(given: object) -> dict[str, Any]:
         from transformers import TrainingArguments
 
         types = field_types(TrainingArguments)
+        types["resume_from_checkpoint"] = str | bool | None  # true: the last one in output.dir
         _check_keys(given, list(types), prefix="training.")
         _check_types(given, types, prefix="training.")
     return given
@@ -224,6 +225,9 @@ def _check_types(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str
     for key, value in given.items():
         if not accepts(value, types[key]):
             raise UserError(f"{prefix}{key}: wants {describe(types[key])}, got {_show(value)}")
+        # No file can be named so, and no text is meant so.
+        if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
+            raise UserError(f"{prefix}{key}: {value!r} holds a NUL character; remove it")
 
 
 def _show(value: object) -> str:

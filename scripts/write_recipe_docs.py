@@ -32,9 +32,14 @@ Any key can be set on the command line, by its dotted name; the value is read as
 runs one tiny step through every path (training, evaluation, a sample, saving). Nothing is kept, except what fetching
 the model leaves in its cache.
 
-A run that was interrupted goes on from its last checkpoint (`training.save_strategy` makes them):
+A run that was interrupted goes on from its last checkpoint (`training.save_strategy` makes them); Ctrl-C prints the
+command that does it:
 
-    megatrain train recipes/own_documents.yaml training.resume_from_checkpoint=runs/own-documents/checkpoint-100
+    megatrain train recipes/own_documents.yaml training.resume_from_checkpoint=true
+
+`true` is the last checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run measures
+the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run into a
+folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true.
 
 Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type or a
 missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only `true` and `false` are

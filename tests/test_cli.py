@@ -71,6 +71,10 @@ def test_help_is_lean() -> None:
     assert "train" in done.stdout and "--dry-run" in done.stdout
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(capsys, "--version") == (0, f"megatrain {mt.__version__}\n", "")
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     done = in_own_process("train", recipe, "training.learningrate=1")
@@ -109,10 +113,11 @@ def test_a_bug_ends_with_its_traceback_and_exit_code_1(tmp_path: Path) -> None:
         ({"data": {"path": "empty.txt"}}, ["empty.txt", "nothing to train on"]),
         ({"data": {"eval_fraction": 0.0}, "training": {"eval_strategy": "epoch"}}, ["eval_strategy", "eval_fraction"]),
         ({"data": {"sequence_length": 128}}, ["sequence_length is 128", "64 positions"]),
-        ({"training": {"fp16": True}}, ["fp16", "bf16"]),
+        ({"training": {"fp16": True}}, ["fp16", "training.bf16: true"]),
+        ({"training": {"max_steps": -3}}, ["max_steps=-3", "num_train_epochs"]),
         ({"engine": {"device": "abacus"}}, ["abacus", "cuda"]),
         ({"output": {"dir": "empty.txt"}}, ["output.dir", "is a file"]),
-        ({"output": {"dir": "empty.txt/out"}}, ["output.dir", "cannot make"]),
+        ({"output": {"dir": "empty.txt/out"}}, ["output.dir", "cannot write"]),
         ({"output": {"dir": "model"}}, ["output.dir", "earlier run", "output.overwrite=true"]),
     ],
 )
@@ -195,7 +200,9 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_the_whole_one(
         capsys, "train", recipe, f"training.resume_from_checkpoint={checkpoint}", f"output.dir={tmp_path}/again"
     )
     assert code == 0
-    assert re.search(r"steps +6\b", out), "only the steps of this run are counted"
+    assert re.search(r"steps, this run +6\b", out), "only the steps of this run are counted"
+    assert re.search(rf"resume +{checkpoint}, step 6 of 12\n", out)
+    assert "before training" not in out, "the weights are not the checkpoint's before the training"
     resumed = load_file(tmp_path / "again" / "model.safetensors")
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
@@ -269,7 +276,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         process.stdout.read()
         assert process.wait(timeout=60) == 130
-        assert process.stderr.read().splitlines()[-1] == "error: interrupted"
+        assert process.stderr.read().splitlines()[-1].startswith("error: interrupted; this run saved no checkpoint")
     assert not (tmp_path / "out" / "config.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""The two errors of the library's own.
+"""The errors of the library's own.
 
 Rule: every message names the thing that is wrong and what to do instead. Invariants of the code itself are
 `assert`s, not these.
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 class UserError(ValueError):
     """Bad input or a setting that cannot work. Raised before any work starts."""
+
+
+class InterruptedRunError(RuntimeError):
+    """The user stopped a run (Ctrl-C). The message says how to go on."""
 
 
 class RefusedError(RuntimeError):

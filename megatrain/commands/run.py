@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from megatrain import api
 from megatrain.arguments import check_arguments
 from megatrain.base.errors import UserError
-from megatrain.commands.console import print_block, print_fact
+from megatrain.base.units import format_count, format_number
+from megatrain.commands.console import print_block, print_fact, print_step
 from megatrain.commands.progress import Work
+from megatrain.commands.resume import KEY, checkpoints_in, find_checkpoint, step_of
 from megatrain.data.build import Datasets, build_datasets
 from megatrain.data.collate import Batch
 from megatrain.data.files import as_sources, check_sources
@@ -95,9 +98,15 @@ class Ingredients:
         return trainer
 
 
-def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> None:
-    """Everything that can be refused without the model. Raises UserError."""
+def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> Path | None:
+    """Everything that can be refused without the model. Returns the checkpoint to go on from, None for a new run.
+
+    Raises UserError.
+    """
     check_arguments(arguments)
+    checkpoint = find_checkpoint(arguments.resume_from_checkpoint, recipe.output_dir)
+    if checkpoint is not None:
+        step_of(checkpoint)
     for path in (recipe.data.path, recipe.data.eval_path):
         if path is not None:
             check_sources(as_sources(path))
@@ -109,9 +118,20 @@ def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> None:
     folder = recipe.output_dir
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output.dir: {folder} is a file; give a folder")
-    if (folder / "config.json").exists() and not recipe.output.overwrite and not arguments.resume_from_checkpoint:
+    if checkpoint is None and not recipe.output.overwrite:
+        _refuse_earlier_run(folder)
+    return checkpoint
+
+
+def _refuse_earlier_run(folder: Path) -> None:
+    if (folder / "config.json").exists():
         raise UserError(
             f"output.dir: {folder} holds the model of an earlier run; choose another, or set output.overwrite=true"
+        )
+    if checkpoints := checkpoints_in(folder):
+        raise UserError(
+            f"output.dir: {folder} holds checkpoints of an earlier run, the last is {checkpoints[-1].name}; go on from "
+            f"it with {KEY}=true, choose another folder, or set output.overwrite=true"
         )
 
 
@@ -121,15 +141,17 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
         recipe.model.name,
         revision=recipe.model.revision,
         cache_dir=recipe.model.cache_dir,
-        say=lambda line: print_fact(console, "", f"{line} ..."),
+        say=lambda line: print_step(console, line),
     )
     tokenizer = AutoTokenizer.from_pretrained(resolved.path, local_files_only=True)
+    print_step(console, "reading the data")
     with _no_warnings("megatrain.data"):  # they stand in the report below
         datasets = build_datasets(recipe.data, tokenizer)
+    print_step(console, "loading the weights")
     model = _load_weights(recipe, resolved)
     work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    print_fact(console, "model", f"{recipe.model.name}, {_format_count(work.num_parameters)} parameters, {dtype}")
+    print_fact(console, "model", f"{recipe.model.name}, {format_count(work.num_parameters)} parameters, {dtype}")
     print_fact(console, "", f"from {resolved.origin}")
     print_fact(console, "data", str(datasets.report))
     config = recipe.engine
@@ -147,13 +169,6 @@ def _no_warnings(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _format_count(count: int) -> str:
-    """`7.62B`, `134.5M`, `45,312`."""
-    if count >= 1e9:
-        return f"{count / 1e9:.2f}B"
-    return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
 
 
 def _load_weights(recipe: Recipe, resolved: ResolvedModel) -> nn.Module:
@@ -199,6 +214,9 @@ def print_samples(ingredients: Ingredients, sample: SampleConfig, console: Conso
     """Prompt and answer, one after another."""
     from rich.text import Text
 
+    if sample.prompts:
+        number = format_number(len(sample.prompts), "sample")
+        print_step(console, f"writing {number} of at most {sample.max_new_tokens:,} tokens each")
     for prompt in sample.prompts:
         console.print(Text(f"sample {when}: {prompt}", style="bold"))
         print_block(console, generate_sample(ingredients, prompt, sample, sample.max_new_tokens) or "(nothing)")

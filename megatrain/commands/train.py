@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.base.units import format_bytes, format_seconds
-from megatrain.commands.console import make_console, print_fact, print_table, print_warning
+from megatrain.base.errors import InterruptedRunError
+from megatrain.base.units import format_bytes, format_number, format_seconds
+from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
+from megatrain.commands.resume import how_to_go_on, step_of
 from megatrain.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -26,24 +28,33 @@ if TYPE_CHECKING:
 def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> None:
     """Runs a recipe, or rehearses it.
 
-    Raises UserError, before any work, for a recipe that cannot run.
+    Raises UserError, before any work, for a recipe that cannot run; InterruptedRunError after Ctrl-C.
     """
     recipe = load_recipe(recipe_file, overrides)
     from megatrain.commands.run import check_before_work  # torch and transformers: only once the recipe is right
 
     arguments = recipe.training_arguments()
-    check_before_work(recipe, arguments)
+    checkpoint = check_before_work(recipe, arguments)
     console = make_console()
     console.rule(f"[bold]megatrain train[/] {recipe_file}" + (" --dry-run" if dry_run else ""), align="left")
+    if overrides:
+        print_fact(console, "set", " ".join(overrides))
     if dry_run:
         from megatrain.commands.dry_run import rehearse
 
+        if checkpoint is not None:
+            print_fact(console, "resume", f"{checkpoint}, step {step_of(checkpoint)}")
         rehearse(recipe, arguments, console)
-    else:
-        _run(recipe, arguments, console)
+        return
+    start = time.time()
+    try:
+        _run(recipe, arguments, console, checkpoint)
+    except KeyboardInterrupt:
+        told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start)
+        raise InterruptedRunError(told) from None
 
 
-def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
+def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpoint: Path | None) -> None:
     from megatrain.commands.disk import check_disk, disk_rows
     from megatrain.commands.length import RunLength
     from megatrain.commands.progress import ProgressDisplay, SpeedMeter
@@ -55,25 +66,34 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
     check_place(recipe.output_dir, "output.dir")
+    if checkpoint is not None:
+        print_fact(console, "resume", f"{checkpoint}, step {step_of(checkpoint)} of {length.num_steps}")
+    print_step(console, "moving the weights to their homes")
     trainer = ingredients.trainer(arguments)
     meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
     with closing_engine(trainer), ProgressDisplay(console, meter) as display:
-        loss_before = _held_out_loss(trainer, console, "before")
-        print_samples(ingredients, recipe.sample, console, "before")
+        loss_before = None
+        if checkpoint is None:  # else the weights are those of the base model until `train` reads the checkpoint
+            loss_before = _held_out_loss(trainer, console, "before")
+            print_samples(ingredients, recipe.sample, console, "before")
         trainer.add_callback(display)
-        trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+        print_step(console, f"training for {format_number(length.num_steps, 'step')}")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.remove_callback(display)
+        print_step(console, "saving the model")
         trainer.save_model()  # first of all: nothing that comes now may lose what was learned
         print_fact(console, "saved", f"{recipe.output_dir} (weights, config, tokenizer)")
         loss_after = _held_out_loss(trainer, console, "after")
         print_samples(ingredients, recipe.sample, console, "after")
-    _print_summary(console, recipe, meter.total(), loss_before, loss_after)
+    rows = _speed_rows(meter.total(), is_part=checkpoint is not None)
+    _print_summary(console, recipe, rows, loss_before, loss_after)
 
 
 def _held_out_loss(trainer: CountingTrainer, console: Console, when: str) -> float | None:
     """None when nothing is held out."""
     if trainer.eval_dataset is None:
         return None
+    print_step(console, f"measuring the held-out loss, {format_number(len(trainer.eval_dataset), 'row')}")
     start = time.perf_counter()
     loss = trainer.evaluate()["eval_loss"]
     seconds = format_seconds(time.perf_counter() - start)
@@ -81,27 +101,32 @@ def _held_out_loss(trainer: CountingTrainer, console: Console, when: str) -> flo
     return loss
 
 
-def _print_summary(
-    console: Console, recipe: Recipe, speed: Speed, loss_before: float | None, loss_after: float | None
-) -> None:
-    rows = {
-        "steps": f"{speed.num_steps:,}",
-        "tokens trained on": f"{speed.num_tokens:,}",
-        "training time": format_seconds(speed.seconds),
+def _speed_rows(speed: Speed, *, is_part: bool) -> dict[str, str]:
+    """`is_part`: the run went on from a checkpoint, so these are not the figures of the whole training."""
+    only = ", this run" if is_part else ""
+    return {
+        f"steps{only}": f"{speed.num_steps:,}",
+        f"tokens trained on{only}": f"{speed.num_tokens:,}",
+        f"training time{only}": format_seconds(speed.seconds),
         "tokens/s": f"{speed.tokens_per_second:,.0f}",
         "model TFLOPS (6 x parameters x tokens)": f"{speed.model_tflops:.3g}",
-        "counted TFLOPS (needed matrix work alone)": f"{speed.counted_tflops:.3g}",
+        "counted TFLOPS (without look-ups and padding, with attention)": f"{speed.counted_tflops:.3g}",
         "stall share": f"{speed.stall_share:.1%}",
-        "peak host memory": format_bytes(peak_host_bytes()),
     }
+
+
+def _print_summary(
+    console: Console, recipe: Recipe, rows: dict[str, str], loss_before: float | None, loss_after: float | None
+) -> None:
+    rows = {**rows, "peak host memory": format_bytes(peak_host_bytes())}
     if device_bytes := peak_device_bytes():
         rows["peak device memory"] = format_bytes(device_bytes)
-    if loss_before is not None and loss_after is not None:
-        rows["held-out loss"] = f"{loss_before:.4f} -> {loss_after:.4f}"
+    if loss_after is not None:
+        rows["held-out loss"] = f"{loss_after:.4f}" if loss_before is None else f"{loss_before:.4f} -> {loss_after:.4f}"
     print_table(console, "summary", rows)
-    if loss_before is None:
+    if loss_after is None:
         print_warning(console, "nothing was held out, so nobody knows whether this helped; set data.eval_fraction=0.05")
-    elif not loss_after < loss_before:
+    elif loss_before is not None and not loss_after < loss_before:
         print_warning(
             console,
             f"the held-out loss did not fall ({loss_before:.4f} -> {loss_after:.4f}); try a smaller "

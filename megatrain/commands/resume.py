@@ -1,0 +1,103 @@
+"""Going on from a checkpoint: which one, whether it can be gone on from, and the command that does it.
+
+Rule: torch is not imported here. A path that is wrong is refused before anything that takes long.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain.base.errors import UserError
+
+KEY = "training.resume_from_checkpoint"
+STATE_NAME = "trainer_state.json"
+_NEEDED_NAMES = (STATE_NAME, "optimizer.pt", "scheduler.pt")
+_PREFIX = "checkpoint-"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the last step last."""
+    found = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and _step_text(path).isdecimal()]
+    return sorted(found, key=lambda path: int(_step_text(path)))
+
+
+def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
+    """The checkpoint to go on from; None for a new run.
+
+    Args:
+        given: the value of training.resume_from_checkpoint; true means the last one in `output_dir`.
+
+    Raises UserError: no such folder, or a folder from which training cannot go on.
+    """
+    if given is None or given is False:
+        return None
+    known = checkpoints_in(output_dir)
+    if given is True:
+        if not known:
+            raise UserError(
+                f"{KEY}: there is no checkpoint in output.dir ({output_dir}); leave it out to start anew, or give "
+                "the folder of a checkpoint"
+            )
+        folder = known[-1]
+    else:
+        folder = Path(given).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"{KEY}: no such folder: {folder} (looked from {Path.cwd()}); {_remedy(known, output_dir)}")
+    for name in _NEEDED_NAMES:
+        if not (folder / name).is_file():
+            inside = [path for path in checkpoints_in(folder) if path not in known]
+            remedy = _remedy(inside or known, folder if inside else output_dir)
+            raise UserError(
+                f"{KEY}: {folder} has no {name}, so training cannot go on from it (it is no checkpoint, or was saved "
+                f"with save_only_model); {remedy}, or start a new run with model.name={folder}"
+            )
+    return folder
+
+
+def step_of(checkpoint: Path) -> int:
+    """Steps that were done when it was saved. Raises UserError for a file that cannot be read."""
+    try:
+        return int(json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{KEY}: {checkpoint / STATE_NAME} cannot be read ({error}); choose another one") from error
+
+
+def how_to_go_on(
+    recipe_file: Path, overrides: Sequence[str], output_dir: Path, start: Path | None, since: float
+) -> str:
+    """What to tell after an interrupt: the last checkpoint of this run and the command that goes on from it.
+
+    Args:
+        start: the checkpoint that this run started from, if any.
+        since: when this run started, in seconds of the epoch; what is older is of an earlier run.
+    """
+    config = output_dir / "config.json"
+    if config.is_file() and config.stat().st_mtime >= since:
+        return f"interrupted; the training was done and the model is in {output_dir}"
+    known = checkpoints_in(output_dir)
+    own = [path for path in known if path.stat().st_mtime >= since] or ([start] if start else [])
+    if not own:
+        return (
+            "interrupted; this run saved no checkpoint (training.save_strategy=steps training.save_steps=100 saves "
+            "one every 100 steps)"
+        )
+    value = "true" if own[-1] == next(reversed(known), None) else str(own[-1])
+    return f"interrupted; the last checkpoint is {own[-1]}; go on with: {_command(recipe_file, overrides, value)}"
+
+
+def _command(recipe_file: Path, overrides: Sequence[str], value: str) -> str:
+    kept = [override for override in overrides if override.partition("=")[0].strip() != KEY]
+    return shlex.join(["megatrain", "train", str(recipe_file), *kept, f"{KEY}={value}"])
+
+
+def _remedy(known: Sequence[Path], folder: Path) -> str:
+    if not known:
+        return f"there are no checkpoints in {folder}"
+    return f"checkpoints in {folder}: {', '.join(path.name for path in known)}"
+
+
+def _step_text(path: Path) -> str:
+    return path.name.removeprefix(_PREFIX)

@@ -1,0 +1,154 @@
+"""Going on from a checkpoint by the command: what is refused, what `true` means, what Ctrl-C tells."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_helpers import files_below, write_recipe
+
+import megatrain as mt
+from megatrain import cli
+from megatrain.base.errors import UserError
+from megatrain.commands.resume import checkpoints_in, find_checkpoint, how_to_go_on
+
+KEY = "training.resume_from_checkpoint"
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+@pytest.fixture(autouse=True)
+def no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    mt.init()
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.run_command([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def fake_checkpoint(folder: Path, step: int, *, lacks: str = "") -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    for name in {"trainer_state.json", "optimizer.pt", "scheduler.pt"} - {lacks}:
+        (checkpoint / name).write_text(f'{{"global_step": {step}}}')
+    return checkpoint
+
+
+def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    for step in (4, 100, 20):
+        fake_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-200").write_text("a file")
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-4", "checkpoint-20", "checkpoint-100"]
+    assert find_checkpoint(True, tmp_path) == tmp_path / "checkpoint-100"
+    assert find_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path) == tmp_path / "checkpoint-4"
+    assert find_checkpoint(None, tmp_path) is None and find_checkpoint(False, tmp_path) is None
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("nowhere", ["no such folder: nowhere", "checkpoint-2, checkpoint-4"]),
+        ("out", ["out has no trainer_state.json", "checkpoint-2, checkpoint-4"]),
+        ("other/checkpoint-6", ["checkpoint-6 has no optimizer.pt", "save_only_model", "checkpoint-2, checkpoint-4"]),
+        ("other/checkpoint-8", ["checkpoint-8", "trainer_state.json cannot be read"]),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_is_refused_before_the_model_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: list[str], value: str, named: list[str]
+) -> None:
+    for step in (4, 2):
+        fake_checkpoint(tmp_path / "out", step)
+    fake_checkpoint(tmp_path / "other", 6, lacks="optimizer.pt")
+    (fake_checkpoint(tmp_path / "other", 8) / "trainer_state.json").write_text("{")
+    before = files_below(tmp_path)
+    recipe = write_recipe(tmp_path)
+    made = files_below(tmp_path).keys() - before.keys()
+    code, out, err = command(capsys, "train", recipe, *mode, f"{KEY}={value}")
+    assert code == 2 and out == ""
+    assert all(word in err for word in named), err
+    assert files_below(tmp_path).keys() == before.keys() | made
+
+
+def test_true_needs_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no checkpoint in output\.dir"):
+        find_checkpoint(True, tmp_path / "out")
+
+
+def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_checkpoint(tmp_path / "out", 4)
+    code, _, err = command(capsys, "train", write_recipe(tmp_path))
+    assert code == 2
+    assert "checkpoints of an earlier run, the last is checkpoint-4" in err
+    assert f"{KEY}=true" in err and "output.overwrite=true" in err
+
+
+def test_true_goes_on_from_the_last_one_and_a_rehearsal_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path, training=SAVING)
+    assert command(capsys, "train", recipe)[0] == 0
+    more = ["training.max_steps=6", f"{KEY}=true"]
+    code, out, _ = command(capsys, "train", recipe, *more, "--dry-run")
+    assert code == 0 and f"{tmp_path}/out/checkpoint-4, step 4\n" in out
+    code, out, _ = command(capsys, "train", recipe, *more)
+    assert code == 0
+    assert f"resume      {tmp_path}/out/checkpoint-4, step 4 of 6\n" in out
+    assert f"set         {' '.join(more)}\n" in out
+    assert "sample before" not in out and "sample after" in out
+    assert "warning" not in out, "something is held out, and nothing is known of the loss before"
+    assert (tmp_path / "out" / "checkpoint-6").is_dir()
+
+
+def test_ctrl_c_prints_a_command_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, training={**SAVING, "logging_steps": 1}, sample={"prompts": []})
+    arguments = ["train", str(recipe), "training.max_steps=1000000", "training.save_total_limit=2"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "megatrain.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("step 4/"):
+                break
+        os.kill(process.pid, signal.SIGINT)
+        process.stdout.read()
+        told = process.stderr.read().splitlines()[-1]
+        assert process.wait(timeout=60) == 130
+    last = checkpoints_in(tmp_path / "out")[-1]
+    what, line = told.split("; go on with: ")
+    assert what == f"error: interrupted; the last checkpoint is {last}"
+    assert shlex.split(line) == ["megatrain", *arguments, f"{KEY}=true"]
+    step = int(last.name.removeprefix("checkpoint-"))
+    code, out, _ = command(capsys, *shlex.split(line)[1:], f"training.max_steps={step + 1}")
+    assert code == 0 and f"step {step} of {step + 1}\n" in out
+
+
+def test_what_an_interrupt_tells_depends_on_what_the_run_left(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    old = fake_checkpoint(out, 8)
+    os.utime(old, (1, 1))
+    recipe, sampling = Path("r.yaml"), "sample.prompts=[Why? How?]"
+    assert "saved no checkpoint" in how_to_go_on(recipe, [], out, None, 100.0)
+    told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, old, 100.0)
+    assert told.endswith(f"go on with: megatrain train r.yaml '{sampling}' {KEY}=true")
+    new = fake_checkpoint(out, 4)
+    os.utime(new, (200, 200))
+    assert how_to_go_on(recipe, [], out, None, 100.0).endswith(f"{KEY}={new}"), "true would mean the older run's"
+    (out / "config.json").write_text("{}")
+    assert "the model is in" in how_to_go_on(recipe, [], out, None, 100.0)
