@@ -90,6 +90,8 @@ def stream(
     """
     if isinstance(model, nn.Module) and engine_of(model) is not None:
         return model
+    if torch.is_inference_mode_enabled():
+        raise UserError("mt.stream inside torch.inference_mode(): its tensors could never train; call it outside")
     check_model(model, initialize)
     config, options = _config, options or StreamOptions()
     check_weights(model, may_be_meta=initialize is not None)

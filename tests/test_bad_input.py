@@ -304,3 +304,8 @@ def test_a_batch_on_another_device() -> None:
     with pytest.raises(mt.UserError, match="embed_tokens got a tensor on meta.*model.device"):
         model(input_ids=make_batch()["input_ids"].to("meta"))
     assert_like(model, plain())
+
+
+def test_streaming_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(mt.UserError, match="inference_mode.*outside"):
+        mt.stream(plain())
