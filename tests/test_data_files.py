@@ -139,6 +139,24 @@ def test_broken_json_names_line_and_column(tmp_path: Path) -> None:
         read(tmp_path / "a.json")
 
 
+LONE = "\\ud83d"
+"""As it stands in a JSON file: half of a character."""
+WITH_HALF_A_CHARACTER = {
+    "text": f'{{"text": "ab {LONE}"}}',
+    "completion": f'{{"prompt": "a", "completion": "{LONE}"}}',
+    "messages": f'{{"messages": [{{"role": "user", "content": "{LONE}"}}, {{"role": "assistant", "content": "b"}}]}}',
+}
+
+
+@pytest.mark.parametrize("key", WITH_HALF_A_CHARACTER)
+def test_half_a_character_is_refused_with_file_line_and_key(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "a.jsonl"
+    line = WITH_HALF_A_CHARACTER[key]
+    file.write_text(line.replace(LONE, LONE + "\\ude00") + "\n" + line, encoding="utf-8")
+    with pytest.raises(UserError, match=rf"a.jsonl, line 2: `{key}` has half a character .*ud83d.*remove it"):
+        read(file)
+
+
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ab\xe9")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xe9"}\n')

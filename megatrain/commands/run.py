@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from megatrain import api
 from megatrain.arguments import check_arguments
@@ -23,6 +23,7 @@ from megatrain.base.units import format_count, format_number
 from megatrain.commands.console import print_block, print_fact, print_step
 from megatrain.commands.progress import Work
 from megatrain.commands.resume import KEY, checkpoints_in, find_checkpoint, step_of
+from megatrain.commands.samples import check_samples, encode_prompt
 from megatrain.data.build import Datasets, build_datasets
 from megatrain.data.collate import Batch
 from megatrain.data.files import as_sources, check_sources
@@ -144,6 +145,7 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
         say=lambda line: print_step(console, line),
     )
     tokenizer = AutoTokenizer.from_pretrained(resolved.path, local_files_only=True)
+    check_samples(recipe.sample, tokenizer, AutoConfig.from_pretrained(resolved.path, local_files_only=True))
     print_step(console, "reading the data")
     with _no_warnings("megatrain.data"):  # they stand in the report below
         datasets = build_datasets(recipe.data, tokenizer)
@@ -191,14 +193,7 @@ def closing_engine(trainer: CountingTrainer) -> Iterator[None]:
 def generate_sample(ingredients: Ingredients, prompt: str, sample: SampleConfig, max_new_tokens: int) -> str:
     """The model's answer to a prompt, the likeliest token at each place."""
     model, tokenizer = ingredients.model, ingredients.tokenizer
-    if sample.chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        batch = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        batch = tokenizer(prompt, return_tensors="pt")
-    batch = batch.to(model.device)
+    batch = encode_prompt(tokenizer, prompt, sample).to(model.device)
     with _eval_mode(model):
         tokens = model.generate(
             **batch,

@@ -5,6 +5,7 @@ Rule: every refusal names file and line, and what to change. All records of a ru
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from megatrain.data.files import Raw
 
 KEYS = {"text": ("text",), "prompt_completion": ("prompt", "completion"), "messages": ("messages",)}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ACCEPTED = "`text`, or `prompt` and `completion`, or `messages`"
 
 
@@ -35,6 +37,8 @@ def check_records(raws: Iterable[Raw], format: str) -> Iterator[Sample]:
             because = f"as {raw.where} has"
         _check_keys(raw, expected, because)
         _CHECKS[expected](raw)
+        for key in KEYS[expected]:
+            _check_characters(raw.record[key], f"{raw.where}: `{key}`")
         yield Sample(expected, raw.record, raw.where)
 
 
@@ -75,6 +79,20 @@ def _check_strings(raw: Raw, keys: tuple[str, ...]) -> None:
             raise UserError(
                 f"{raw.where}: `{key}` is a {kind}, not a string; give plain text (conversations go in `messages`)"
             )
+
+
+def _check_characters(value: Any, where: str) -> None:
+    """Half a surrogate pair (`\\ud83d` alone) passes as JSON but is no text: it has no UTF-8, and no tokens."""
+    if isinstance(value, str):
+        found = None if value.isascii() else _SURROGATE.search(value)
+        if found:
+            raise UserError(
+                f"{where} has half a character at position {found.start()} (\\u{ord(found[0]):04x}, a lone surrogate); "
+                "remove it, or write the file again as UTF-8"
+            )
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_characters(part, where)
 
 
 def _check_text(raw: Raw) -> None:
