@@ -95,6 +95,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "shape \\(3,\\).*not streamed",
     ),
     "two_models": (lambda m: mt.optim.AdamW([*m.parameters(), *streamed().parameters()]), "two streamed models"),
+    "fused": (lambda m: mt.optim.AdamW(m, fused=True), "fused=True.* refused.*Leave fused out"),
+    "foreach": (lambda m: mt.optim.AdamW(m, fused=None, foreach=True), "foreach=True.* refused"),
     "lr": (lambda m: mt.optim.AdamW(m, lr=-1), "lr=-1 .*not negative"),
     "lr_none": (lambda m: mt.optim.AdamW(m, lr=None), "lr=None .*number"),
     "lr_nan": (lambda m: mt.optim.AdamW(m, lr=float("nan")), "lr=nan"),

@@ -22,6 +22,8 @@ from megatrain.optim.update import CpuUpdater, Segment
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 
+_TORCH_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay (Loshchilov and Hutter 2019) and exact fp32 moments (8 bytes a parameter).
@@ -34,7 +36,8 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in torch.optim.AdamW; each may be set a group.
         num_threads, kernel: of the CPU update (see `CpuUpdater`); no result depends on them.
 
-    Raises UserError for parameters that are not streamed, or of two models.
+    Raises UserError for parameters that are not streamed, or of two models, and for options of torch.optim.AdamW that
+    choose another formula or kernel (`fused=True`, `amsgrad=True`, ...); left off they pass.
     """
 
     updates_homes = True
@@ -50,7 +53,9 @@ class AdamW(torch.optim.Optimizer):
         *,
         num_threads: int | None = None,
         kernel: str = "auto",
+        **torch_options: Any,
     ) -> None:
+        _refuse_torch_options(torch_options)
         self._engine: Engine | None = None
         if isinstance(params, nn.Module):
             if engine_of(params) is None:
@@ -208,6 +213,18 @@ def _scalars(group: dict[str, Any], step: int, clip: float) -> AdamWScalars:
         weight_decay=group["weight_decay"],
         clip=clip,
     )
+
+
+def _refuse_torch_options(options: dict[str, Any]) -> None:
+    """Options of torch.optim.AdamW that this one lacks pass as long as they are off."""
+    for name, value in options.items():
+        if name not in _TORCH_OPTIONS:
+            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+        if value:
+            raise UserError(
+                f"AdamW({name}={value!r}) is refused: weights in their homes are updated by one exact formula and its "
+                f"own kernels. Leave {name} out"
+            )
 
 
 def _check_group(group: dict[str, Any]) -> None:
