@@ -358,6 +358,8 @@ def _streamed(model: nn.Module, args: transformers.TrainingArguments) -> nn.Modu
         raise UserError(
             f"use_cpu=True, but the model is streamed on {engine.device}: call megatrain.init(device='cpu') before"
         )
+    if engine.device.type == "cpu":
+        args.dataloader_pin_memory = False  # it helps copies to a GPU alone; without one torch warns of it
     args.__dict__["_setup_devices"] = engine.device  # the cached value behind args.device
     return model
 

@@ -386,3 +386,9 @@ def test_bf16_on_an_fp32_stream_is_refused(tmp_path: Path) -> None:
     model = mt.stream(llama())
     with pytest.raises(mt.UserError, match=r"bf16=True, but the model is streamed in fp32.*megatrain\.init"):
         mt.Trainer(model=model, args=arguments(tmp_path, bf16=True), train_dataset=rows())
+
+
+def test_nothing_is_pinned_for_a_stream_on_the_cpu(tmp_path: Path) -> None:
+    args = arguments(tmp_path, dataloader_pin_memory=True)
+    trainer = mt.Trainer(model=llama(), args=args, train_dataset=rows())
+    assert not trainer.get_train_dataloader().pin_memory  # torch warns of it where there is no GPU
