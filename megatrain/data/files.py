@@ -54,9 +54,10 @@ def check_sources(sources: list[Source]) -> None:
         if str(source).startswith(BUILTIN_PREFIX):
             _builtin_name(str(source))
             continue
-        if not Path(source).expanduser().exists():
+        path = Path(source).expanduser()
+        if not path.exists():
             raise UserError(
-                f"data: no such file or folder: {source} (looked from {Path.cwd()}); "
+                f"data: no such file or folder: {path} (looked from {Path.cwd()}); "
                 f"correct the path, or write {HUB_PREFIX}NAME for a dataset of the Hugging Face Hub"
             )
 

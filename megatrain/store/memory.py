@@ -96,8 +96,9 @@ class HostMemory:
             return
         missing_bytes = num_bytes - free_bytes
         if self.offload_dir is None:
+            left = "are free" if self.max_bytes is None else "are left within the limit max_ram_gb"
             raise UserError(
-                f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(free_bytes)} are free: "
+                f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(free_bytes)} {left}: "
                 f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
             )
         free_disk_bytes = psutil.disk_usage(str(self.offload_dir)).free
