@@ -218,3 +218,18 @@ def test_what_is_read_between_steps_is_whole() -> None:
             split_(master.view(-1), hi, torch.empty(master.numel(), dtype=torch.int16))
             home: Home = parameter._home
             assert torch.equal(hi, home.weights(parameter._field).view(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_dict_that_is_held_changes_with_the_step_and_not_after_it(dtype: torch.dtype) -> None:
+    mt.init(device="cpu", precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    _, model = stream(make_model("llama").to(dtype), lane_delay_seconds=DELAY_SECONDS)
+    optimizer = mt.optim.AdamW(model, lr=1e-2)
+    held = model.state_dict()
+    before = {name: weight.clone() for name, weight in held.items()}
+    model(**make_batch()).loss.backward()
+    optimizer.step()
+    seen = {name: weight.clone() for name, weight in held.items()}
+    for name, weight in model.state_dict().items():
+        assert torch.equal(seen[name], weight), name
+        assert not torch.equal(before[name], weight), name

@@ -38,6 +38,21 @@ def test_what_is_written_is_read_back_exactly(precision: str) -> None:
         assert torch.equal(home.saved(field), value)
 
 
+def test_a_home_knows_whether_its_weights_are_lent() -> None:
+    home = make_homes(Blocks(), "fp32")[0]
+    assert not home.is_lent
+    held = [home.saved(field) for field in home.fields]
+    assert home.is_lent
+    view = held.pop()[:1]
+    held.clear()
+    assert home.is_lent, "a view of a lent tensor reads the home as well"
+    del view
+    assert not home.is_lent
+    copied = make_homes(Blocks(), "bf16")[0]
+    held = [copied.saved(field) for field in copied.fields]
+    assert not copied.is_lent, "fp32 weights joined from their halves are copies"
+
+
 def test_weights_loaded_in_bf16_are_taken_over_exactly() -> None:
     home = make_homes(Blocks(torch.bfloat16), "bf16")[0]
     field = home.fields[0]

@@ -200,6 +200,8 @@ class AdamW(torch.optim.Optimizer):
         # A reader that comes between sees the old fence or the new one, never a home without either.
         home.updated = engine.transport.update(update)
         home.version += 1
+        if home.is_lent:
+            home.updated.wait()
 
 
 def _scalars(group: dict[str, Any], step: int, clip: float) -> AdamWScalars:

@@ -7,6 +7,9 @@ Rule: whoever reads or writes weights waits for `updated` first.
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import torch
 
 from megatrain.base.fence import Fence
@@ -39,6 +42,7 @@ class Home:
         self.grads = HostGradients(memory, grad_dtype)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
+        self._lent: list[weakref.ref[np.ndarray]] = []
 
     @property
     def num_parameters(self) -> int:
@@ -76,9 +80,16 @@ class Home:
         self.updated.wait()
         if field.dtype == field.saved_dtype:
             # A storage of its own: what writes files takes views of one storage for one tensor.
-            flat = self.weights(field).view(-1).view(torch.uint8)
-            return torch.from_numpy(flat.numpy()).view(field.dtype).view(field.shape)
+            array = self.weights(field).view(-1).view(torch.uint8).numpy()
+            self._lent = [*(lent for lent in self._lent if lent() is not None), weakref.ref(array)]
+            return torch.from_numpy(array).view(field.dtype).view(field.shape)
         return self.read(field).to(field.saved_dtype)
+
+    @property
+    def is_lent(self) -> bool:
+        """Somebody still holds what `saved` returned, and reads it without waiting: an update must be done before its
+        step returns, as in plain PyTorch, where such tensors change with the step and not after it."""
+        return any(lent() is not None for lent in self._lent)
 
     def write(self, field: Field, value: torch.Tensor) -> None:
         """Overwrite the master with `value` (any float dtype, same shape, on any device).
