@@ -120,7 +120,7 @@ def test_the_first_step_tells_how_long_the_run_will_take_when_its_log_is_far_off
             state.global_step = step
             counters.seconds += 20.0
             display.on_step_end(None, state, control)
-    assert file.getvalue() == "step 5/8  20.0 s for the first step  at most about 1 min 00 s left\n"
+    assert file.getvalue() == "step 5/8  20.0 s for the first step  about 1 min 00 s left\n"
 
 
 def test_a_terminal_gets_a_bar_that_ends_with_the_training() -> None:

@@ -38,7 +38,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 def fake_checkpoint(folder: Path, step: int, *, lacks: str = "") -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    for name in {"trainer_state.json", "optimizer.pt", "scheduler.pt"} - {lacks}:
+    for name in {"trainer_state.json", "optimizer.pt", "scheduler.pt", "model.safetensors"} - {lacks}:
         (checkpoint / name).write_text(f'{{"global_step": {step}}}')
     return checkpoint
 
@@ -61,6 +61,7 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
         ("nowhere", ["no such folder: nowhere", "checkpoint-2, checkpoint-4"]),
         ("out", ["out has no trainer_state.json", "checkpoint-2, checkpoint-4"]),
         ("other/checkpoint-6", ["checkpoint-6 has no optimizer.pt", "save_only_model", "checkpoint-2, checkpoint-4"]),
+        ("other/checkpoint-7", ["checkpoint-7 has no model.safetensors"]),
         ("other/checkpoint-8", ["checkpoint-8", "trainer_state.json cannot be read"]),
     ],
 )
@@ -70,6 +71,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_the_model_loads(
     for step in (4, 2):
         fake_checkpoint(tmp_path / "out", step)
     fake_checkpoint(tmp_path / "other", 6, lacks="optimizer.pt")
+    fake_checkpoint(tmp_path / "other", 7, lacks="model.safetensors")
     (fake_checkpoint(tmp_path / "other", 8) / "trainer_state.json").write_text("{")
     before = files_below(tmp_path)
     recipe = write_recipe(tmp_path)
@@ -107,6 +109,7 @@ def test_true_goes_on_from_the_last_one_and_a_rehearsal_names_it(
     assert code == 0
     assert f"resume      {tmp_path}/out/checkpoint-4, step 4 of 6\n" in out
     assert f"set         {' '.join(more)}\n" in out
+    assert "training for 2 steps ..." in out
     assert "sample before" not in out and "sample after" in out
     assert "warning" not in out, "something is held out, and nothing is known of the loss before"
     assert (tmp_path / "out" / "checkpoint-6").is_dir()

@@ -144,7 +144,7 @@ class ProgressDisplay(TrainerCallback):
             # The first log may be far off. The first step is slower than the others: it learns the order of the layers.
             self._console.print(
                 f"step {state.global_step}/{state.max_steps}  {format_seconds(self._seconds_a_step())} for the first "
-                f"step  at most about {self._left(state)}"
+                f"step  about {self._left(state)}"
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.base.errors import UserError
+from megatrain.save.folder import ENTRY_NAMES
 
 KEY = "training.resume_from_checkpoint"
 STATE_NAME = "trainer_state.json"
@@ -46,14 +47,16 @@ def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
         folder = Path(given).expanduser()
         if not folder.is_dir():
             raise UserError(f"{KEY}: no such folder: {folder} (looked from {Path.cwd()}); {_remedy(known, output_dir)}")
-    for name in _NEEDED_NAMES:
-        if not (folder / name).is_file():
-            inside = [path for path in checkpoints_in(folder) if path not in known]
-            remedy = _remedy(inside or known, folder if inside else output_dir)
-            raise UserError(
-                f"{KEY}: {folder} has no {name}, so training cannot go on from it (it is no checkpoint, or was saved "
-                f"with save_only_model); {remedy}, or start a new run with model.name={folder}"
-            )
+    missing = [name for name in _NEEDED_NAMES if not (folder / name).is_file()]
+    if not any((folder / name).is_file() for name in ENTRY_NAMES):
+        missing.append(ENTRY_NAMES[0])
+    if missing:
+        inside = [path for path in checkpoints_in(folder) if path not in known]
+        remedy = _remedy(inside or known, folder if inside else output_dir)
+        raise UserError(
+            f"{KEY}: {folder} has no {missing[0]}, so training cannot go on from it (it is no checkpoint, or was saved "
+            f"with save_only_model); {remedy}, or start a new run with model.name={folder}"
+        )
     return folder
 
 

@@ -66,8 +66,10 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
     check_place(recipe.output_dir, "output.dir")
+    num_steps_done = 0
     if checkpoint is not None:
-        print_fact(console, "resume", f"{checkpoint}, step {step_of(checkpoint)} of {length.num_steps}")
+        num_steps_done = step_of(checkpoint)
+        print_fact(console, "resume", f"{checkpoint}, step {num_steps_done} of {length.num_steps}")
     print_step(console, "moving the weights to their homes")
     trainer = ingredients.trainer(arguments)
     meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
@@ -77,7 +79,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
             loss_before = _held_out_loss(trainer, console, "before")
             print_samples(ingredients, recipe.sample, console, "before")
         trainer.add_callback(display)
-        print_step(console, f"training for {format_number(length.num_steps, 'step')}")
+        print_step(console, f"training for {format_number(max(0, length.num_steps - num_steps_done), 'step')}")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.remove_callback(display)
         print_step(console, "saving the model")
