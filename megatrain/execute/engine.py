@@ -240,7 +240,8 @@ class Engine:
             home.grads.clear()
 
     def gradient_norms(self) -> dict[Home, dict[Field, float]]:
-        """L2 norm of every gradient that is home. Taken on the device during the drain where one pass made it."""
+        """L2 norm of every gradient that is home, before clipping. Taken on the device during the drain where one pass
+        made it."""
         self.transport.flush()
         return {home: home.grads.norms() for home in self.homes if home.grads.is_holding()}
 
@@ -248,7 +249,8 @@ class Engine:
         """Global norm of all gradients, which become gradients times min(1, max_norm / (norm + 1e-6)). The factor is
         multiplied in by the update. A norm of NaN makes all of them NaN, as in plain PyTorch."""
         norms = self.gradient_norms()
-        total = sum(norm * norm for of in norms.values() for norm in of.values()) ** 0.5
+        now = [norm * home.grads.scale for home, of in norms.items() for norm in of.values()]
+        total = sum(norm * norm for norm in now) ** 0.5
         factor = max_norm / (total + 1e-6)
         for home in norms:
             home.grads.scale *= factor if not factor > 1.0 else 1.0

@@ -98,7 +98,7 @@ class HostGradients:
         return view
 
     def norms(self) -> dict[Field, float]:
-        """L2 norm of each gradient, `scale` included. Taken during the drain, or now where that has changed."""
+        """L2 norm of each gradient without `scale`. Taken during the drain, or now where that has changed."""
         self.arrived.wait()
         if not self.touched:
             return {}
@@ -107,7 +107,7 @@ class HostGradients:
         for field in fields:
             if field not in self._norms:
                 self._norms[field] = float(torch.linalg.vector_norm(self._view(field), dtype=torch.float32))
-        norms = {field: self._norms[field] * self.scale for field in fields}
+        norms = {field: self._norms[field] for field in fields}
         if any(view() is not None for view in self._lent):
             # A gradient that somebody holds may change again.
             self._norms.clear()
