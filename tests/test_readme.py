@@ -62,7 +62,8 @@ def test_the_commands_are_those_that_ci_and_the_recipe_know() -> None:
     install, _, command = quickstart.partition(" && ")
     assert install == "pip install -e ."
     assert command.startswith("megatrain train ")
-    assert load_recipe(ROOT / command.removeprefix("megatrain train "), ()).model.name.startswith("HuggingFaceTB/SmolLM2")
+    name = load_recipe(ROOT / command.removeprefix("megatrain train "), ()).model.name
+    assert name.startswith("HuggingFaceTB/SmolLM2")
 
 
 def test_the_file_tree_names_every_room_and_file_at_the_top() -> None:

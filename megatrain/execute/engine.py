@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -204,9 +205,16 @@ class Engine:
                 "a streamed model was called from two threads at once, and its layers share the device one after the "
                 "other: call it from one thread, or hold a lock around forward and backward"
             )
+        is_grad_enabled = torch.is_grad_enabled()
         try:
             self._depth, self._thread = depth + 1, thread
             return work()
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+            # Interrupted on its way out of a context, a generator would close whenever the traceback goes, and set
+            # grad mode to what it was in there. Close it now.
+            traceback.clear_frames(error.__traceback__)
+            torch.set_grad_enabled(is_grad_enabled)
+            raise
         finally:
             self._depth, self._thread = depth, owner
 

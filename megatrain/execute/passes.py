@@ -33,8 +33,10 @@ class Use:
     __slots__ = ("_home", "_live", "_settled")
 
     def __init__(self, home: Home, live: Counter[Home]) -> None:
-        self._home, self._live, self._settled = home, live, False
+        self._settled = True  # until it counts: an interrupt may come first
+        self._home, self._live = home, live
         live[home] += 1
+        self._settled = False
 
     def settle(self) -> None:
         if not self._settled:
@@ -117,15 +119,18 @@ class Passes:
         task_id = torch._C._current_graph_task_id()
         if self.is_held or self._is_running(task_id):
             return
-        if self.is_torn():
+        if self._tasks and not self._is_any_running():
             self.abandon()
         task = _Task(task_id, self._finish)
         self._tasks[task_id] = weakref.ref(task)
         torch.autograd.Variable._execution_engine.queue_callback(task)
 
     def is_torn(self) -> bool:
-        """An exception tore the pass: no backward will end it."""
-        return bool(self._tasks) and not any(map(self._is_running, self._tasks))
+        """Between passes: an exception tore the last one, perhaps while it ended. Nobody will go on with its sums."""
+        return bool(self._tasks or self._open) and not self._is_any_running()
+
+    def _is_any_running(self) -> bool:
+        return any(map(self._is_running, self._tasks))
 
     def _is_running(self, task_id: int) -> bool:
         reference = self._tasks.get(task_id)
@@ -133,7 +138,7 @@ class Passes:
 
     def _finish(self, task_id: int) -> None:
         self._tasks.pop(task_id, None)
-        if not any(map(self._is_running, self._tasks)):
+        if not self._is_any_running():
             self.end()
 
     def _close_if_complete(self, home: Home) -> None:
