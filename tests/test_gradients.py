@@ -142,6 +142,20 @@ def test_an_optimizer_drops_and_clips_for_its_own_parameters() -> None:
     assert_same(clipped, gradients(streamed))
 
 
+def test_a_held_optimizer_state_is_never_half_updated() -> None:
+    plain = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    slow = stream(plain, options=StreamOptions(lane_delay_seconds=0.02))
+    optimizer = mt.optim.AdamW(slow, lr=0.1)
+    held = optimizer.state_dict()["state"]
+    loss_of(slow, 1).backward()
+    optimizer.step()
+    moments = {index: state["exp_avg"].clone() for index, state in held.items()}
+    slow.zero_grad()
+    optimizer._wait()
+    assert all(torch.equal(moments[index], state["exp_avg"]) for index, state in held.items())
+    assert all(moment.any() for moment in moments.values())
+
+
 def test_frozen_after_the_backward_is_still_updated_as_in_plain_pytorch() -> None:
     _, streamed = pair()
     optimizer = mt.optim.AdamW(streamed, lr=0.1)

@@ -8,6 +8,7 @@ weights; nothing else waits.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,6 +58,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         _refuse_torch_options(torch_options)
         self._engine: Engine | None = None
+        self._lent: list[weakref.ref[torch.Tensor]] = []
         if isinstance(params, nn.Module):
             if engine_of(params) is None:
                 raise UserError(f"this {type(params).__name__} is not streamed: call mt.stream(model) first")
@@ -90,6 +92,9 @@ class AdamW(torch.optim.Optimizer):
         engine.transport.flush()
         for home, segments in self._segments().items():
             self._queue(engine, home, segments)
+        self._lent = [moment for moment in self._lent if moment() is not None]
+        if self._lent:
+            self._wait()
         engine.num_steps += 1
         return loss
 
@@ -107,9 +112,18 @@ class AdamW(torch.optim.Optimizer):
             home.grads.drop_all(frozenset(of_home))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's: `step`, `exp_avg`, `exp_avg_sq` a parameter, viewing the moments."""
+        """As torch.optim.AdamW's: `step`, `exp_avg`, `exp_avg_sq` a parameter, viewing the moments.
+
+        As long as somebody holds one of the moments, `step` waits for its updates: they are never seen half done.
+        """
         self._wait()
-        return super().state_dict()
+        packed = super().state_dict()
+        packed["state"] = {
+            index: {key: tensor.view_as(tensor) for key, tensor in state.items()}
+            for index, state in packed["state"].items()
+        }
+        self._lent = [weakref.ref(state["exp_avg"]) for state in packed["state"].values()]
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over moments, step counts and group settings. Raises ValueError when groups do not match."""
