@@ -1,4 +1,4 @@
-"""A tiny chat model on the disk, and recipes for it."""
+"""A tiny chat model on the disk, recipes for it, and the command run in this process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from data_helpers import CHATML, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain import cli
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, and what was printed on the two outputs."""
+    code = cli.run_command([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def save_tiny_model(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from command_helpers import files_below, write_recipe
+from command_helpers import command, files_below, write_recipe
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,12 +30,6 @@ def no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.chdir(tmp_path)
     yield
     mt.init()
-
-
-def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.run_command([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 def in_own_process(*arguments: object) -> subprocess.CompletedProcess[str]:

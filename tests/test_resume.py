@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_helpers import files_below, write_recipe
+from command_helpers import command, files_below, write_recipe
 
 import megatrain as mt
-from megatrain import cli
 from megatrain.base.errors import UserError
 from megatrain.commands.resume import checkpoints_in, find_checkpoint, how_to_go_on
 
@@ -27,12 +26,6 @@ def no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.chdir(tmp_path)
     yield
     mt.init()
-
-
-def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.run_command([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 def fake_checkpoint(folder: Path, step: int, *, lacks: str = "") -> Path:

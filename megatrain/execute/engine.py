@@ -9,6 +9,7 @@ Rule: outside of `visit` no weights of a streamed layer are on the device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import traceback
 import weakref
@@ -43,6 +44,38 @@ _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictiona
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a streamed model, or None."""
     return _engines.get(model)
+
+
+def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
+    """For methods of the engine that run a model's layers, perhaps one inside another. What an exception or an
+    interrupt left undone before is cleared away first. Another thread is refused meanwhile, unless it is autograd's,
+    which works for this one."""
+
+    @functools.wraps(method)
+    def run(self: Engine, *args: Any, **kwargs: Any) -> Result:
+        thread, depth, owner = threading.get_ident(), self._depth, self._thread
+        is_backward = torch._C._current_graph_task_id() != -1
+        if depth == 0 and not is_backward:
+            self._recover()
+        elif owner != thread and not is_backward:
+            raise RefusedError(
+                "a streamed model was called from two threads at once, and its layers share the device one after the "
+                "other: call it from one thread, or hold a lock around forward and backward"
+            )
+        is_grad_enabled = torch.is_grad_enabled()
+        try:
+            self._depth, self._thread = depth + 1, thread
+            return method(self, *args, **kwargs)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
+            # Interrupted on its way out of a context, a generator would close whenever the traceback goes, and set
+            # grad mode to what it was in there. Close it now.
+            traceback.clear_frames(error.__traceback__)
+            torch.set_grad_enabled(is_grad_enabled)
+            raise
+        finally:
+            self._depth, self._thread = depth, owner
+
+    return run
 
 
 class Engine:
@@ -103,9 +136,13 @@ class Engine:
         """The forward of a streamed layer."""
         run = current_run(self)
         if run is None:
-            return self._alone(lambda: self._call(layer, args, kwargs, None))
+            return self._call_alone(layer, args, kwargs)
         run.arrive(layer)
         return self._call(layer, args, kwargs, run)
+
+    @_alone
+    def _call_alone(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self._call(layer, args, kwargs, None)
 
     def _call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], run: Run | None) -> Any:
         if not torch.is_grad_enabled():
@@ -142,6 +179,7 @@ class Engine:
                 self._visits.pop(layer, None)
             self.transport.release(layer.home)
 
+    @_alone
     def backward_call(
         self,
         call: Call,
@@ -151,15 +189,6 @@ class Engine:
         wants_weights: bool,
     ) -> list[torch.Tensor | None]:
         """Gradients of a call's inputs; those of its weights, if wanted, are added to the pass."""
-        return self._alone(lambda: self._backward_call(call, tensors, grads, wants_weights))
-
-    def _backward_call(
-        self,
-        call: Call,
-        tensors: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-        wants_weights: bool,
-    ) -> list[torch.Tensor | None]:
         if wants_weights:
             self.join_autograd()
         input_grads = call.passed_on(grads)
@@ -183,6 +212,7 @@ class Engine:
             )
         self.passes.join_autograd()
 
+    @_alone
     def accumulate(self, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches of a step, layer-major.
 
@@ -191,32 +221,7 @@ class Engine:
 
         Returns the detached losses in order. Gradients are at home, or on their way.
         """
-        return self._alone(lambda: run_accumulated(self, thunks))
-
-    def _alone(self, work: Callable[[], Result]) -> Result:
-        """Run `work`, which may run more of the same inside. What an exception or an interrupt left undone before is
-        cleared away first. Another thread is refused meanwhile, unless it is autograd's, which works for this one."""
-        thread, depth, owner = threading.get_ident(), self._depth, self._thread
-        is_backward = torch._C._current_graph_task_id() != -1
-        if depth == 0 and not is_backward:
-            self._recover()
-        elif owner != thread and not is_backward:
-            raise RefusedError(
-                "a streamed model was called from two threads at once, and its layers share the device one after the "
-                "other: call it from one thread, or hold a lock around forward and backward"
-            )
-        is_grad_enabled = torch.is_grad_enabled()
-        try:
-            self._depth, self._thread = depth + 1, thread
-            return work()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:
-            # Interrupted on its way out of a context, a generator would close whenever the traceback goes, and set
-            # grad mode to what it was in there. Close it now.
-            traceback.clear_frames(error.__traceback__)
-            torch.set_grad_enabled(is_grad_enabled)
-            raise
-        finally:
-            self._depth, self._thread = depth, owner
+        return run_accumulated(self, thunks)
 
     def _recover(self) -> None:
         is_clean = self.transport.is_idle and not (self._visits or self.is_collecting or self.passes.is_held)
