@@ -21,6 +21,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -75,6 +76,116 @@ class AdamWScalars:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdamScalars:
+    """What one Adam step needs. Every field is a float that fp32 holds exactly."""
+
+    clip: float
+    weight_decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    bias2_sqrt: float
+    step_size: float
+
+    @classmethod
+    def at(
+        cls,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        clip: float = 1.0,
+    ) -> AdamScalars:
+        """As AdamWScalars.at."""
+        same = dict(vars(AdamWScalars.at(step, lr, beta1, beta2, eps, weight_decay, clip)))
+        del same["decay"]
+        return cls(weight_decay=_fp32(weight_decay), **same)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumScalars:
+    """What one step of SGD with momentum needs. Every field is a float that fp32 holds exactly."""
+
+    clip: float
+    weight_decay: float
+    momentum: float
+    gradient_share: float
+    """1 - dampening; 1 in the first step."""
+    nesterov: float
+    """1 with Nesterov's momentum, which adds the gradient itself to the direction, else 0."""
+    look_ahead: float
+    """Factor of the momentum in the direction: `momentum` with Nesterov's, else 1."""
+    lr: float
+
+    @classmethod
+    def at(
+        cls,
+        step: int,
+        lr: float,
+        momentum: float,
+        dampening: float,
+        nesterov: bool,
+        weight_decay: float,
+        clip: float = 1.0,
+    ) -> MomentumScalars:
+        """The scalars of step number `step` (the first is 1)."""
+        return cls(
+            clip=_fp32(clip),
+            weight_decay=_fp32(weight_decay),
+            momentum=_fp32(momentum),
+            gradient_share=1.0 if step == 1 else _fp32(1.0 - dampening),
+            nesterov=float(nesterov),
+            look_ahead=_fp32(momentum) if nesterov else 1.0,
+            lr=_fp32(lr),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDScalars:
+    """What one step of SGD needs. Every field is a float that fp32 holds exactly."""
+
+    clip: float
+    weight_decay: float
+    lr: float
+
+    @classmethod
+    def at(cls, lr: float, weight_decay: float, clip: float = 1.0) -> SGDScalars:
+        """The scalars of any step."""
+        return cls(clip=_fp32(clip), weight_decay=_fp32(weight_decay), lr=_fp32(lr))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionScalars:
+    """What one Lion step needs. Every field is a float that fp32 holds exactly."""
+
+    clip: float
+    decay: float
+    """1 - lr * weight_decay."""
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+
+    @classmethod
+    def at(cls, lr: float, beta1: float, beta2: float, weight_decay: float, clip: float = 1.0) -> LionScalars:
+        """The scalars of any step."""
+        return cls(
+            clip=_fp32(clip),
+            decay=_fp32(1.0 - lr * weight_decay),
+            beta1=_fp32(beta1),
+            one_minus_beta1=_fp32(1.0 - beta1),
+            beta2=_fp32(beta2),
+            one_minus_beta2=_fp32(1.0 - beta2),
+            lr=_fp32(lr),
+        )
+
+
 def adamw_(w: Tensor, g: Tensor, m: Tensor, v: Tensor, s: AdamWScalars) -> None:
     """One AdamW step with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
 
@@ -87,6 +198,59 @@ def adamw_(w: Tensor, g: Tensor, m: Tensor, v: Tensor, s: AdamWScalars) -> None:
     # A divisor on the device of v: by a Python float, CUDA would multiply with the rounded reciprocal.
     denominator = _sqrt(v).div_(v.new_full((), s.bias2_sqrt)).add_(s.eps)
     w.sub_(m.div(denominator).mul_(s.step_size))
+
+
+def adam_(w: Tensor, g: Tensor, m: Tensor, v: Tensor, s: AdamScalars) -> None:
+    """One Adam step (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1); weight decay is added to the gradient, as L2.
+
+    w, g, m, v: (n,) fp32, on one device. w, m and v change in place.
+    """
+    clipped = g.mul(s.clip).add_(w.mul(s.weight_decay))
+    m.mul_(s.beta1).add_(clipped.mul(s.one_minus_beta1))
+    v.mul_(s.beta2).add_(clipped.mul_(clipped).mul_(s.one_minus_beta2))
+    denominator = _sqrt(v).div_(v.new_full((), s.bias2_sqrt)).add_(s.eps)
+    w.sub_(m.div(denominator).mul_(s.step_size))
+
+
+def momentum_(w: Tensor, g: Tensor, m: Tensor, s: MomentumScalars) -> None:
+    """One step of SGD with momentum, plain or Nesterov's, in the form of torch.optim.SGD (Sutskever et al. 2013,
+    section 2, with the learning rate outside of the momentum); weight decay is added to the gradient.
+
+    w, g, m: (n,) fp32, on one device. w and m change in place.
+    """
+    clipped = g.mul(s.clip).add_(w.mul(s.weight_decay))
+    m.mul_(s.momentum).add_(clipped.mul(s.gradient_share))
+    # Plain momentum has a look-ahead of 1 and no gradient of its own.
+    direction = clipped.mul_(s.nesterov).add_(m.mul(s.look_ahead))
+    w.sub_(direction.mul_(s.lr))
+
+
+def sgd_(w: Tensor, g: Tensor, s: SGDScalars) -> None:
+    """One step of SGD without momentum; weight decay is added to the gradient.
+
+    w, g: (n,) fp32, on one device. w changes in place.
+    """
+    w.sub_(g.mul(s.clip).add_(w.mul(s.weight_decay)).mul_(s.lr))
+
+
+def lion_(w: Tensor, g: Tensor, m: Tensor, s: LionScalars) -> None:
+    """One Lion step (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
+
+    w, g, m: (n,) fp32, on one device. w and m change in place. The sign of zero is zero, and of NaN it is NaN.
+    """
+    clipped = g.mul(s.clip)
+    direction = m.mul(s.beta1).add_(clipped.mul(s.one_minus_beta1))
+    w.mul_(s.decay).sub_(_sign(direction).mul_(s.lr))
+    m.mul_(s.beta2).add_(clipped.mul_(s.one_minus_beta2))
+
+
+def ema_(average: Tensor, w: Tensor, decay: float) -> None:
+    """An exponential moving average of the weights after their step. average, w: (n,) fp32; average changes in place."""
+    average.mul_(_fp32(decay)).add_(w.mul(_fp32(1.0 - decay)))
+
+
+def _sign(x: Tensor) -> Tensor:
+    return torch.where(x > 0, 1.0, torch.where(x < 0, -1.0, x * 0.0))
 
 
 def _sqrt(x: Tensor) -> Tensor:

@@ -1,19 +1,21 @@
-/* The AdamW update on the CPU: optim/formula.py and store/masters.py in one pass over memory.
+/* The update on the CPU: what optim/definition.py says, in one pass over memory.
 
-   Rule: the same bits as those two files. Each operation is rounded once, so this file is compiled with -ffp-contract=off
-   and never with -ffast-math or anything that it implies. (-fno-math-errno only lets sqrtf be one instruction, which
-   rounds correctly.)
+   Rule: the same bits as that file. Each operation is rounded once, so this file is compiled with -ffp-contract=off and
+   never with -ffast-math or anything that it implies. (-fno-math-errno only lets sqrtf be one instruction, which rounds
+   correctly.)
 
-   One body, `adamw_span`, is inlined with constant formats into a function for each instruction set, where the compiler
-   makes a vector loop of it. It is bound by memory: 26 bytes a parameter for a split master with bf16 gradients and fp32
-   moments, 28 for fp32 throughout. Every line is read once and written once, in place; software prefetch did not help.
+   A chunk of 512 parameters goes through stages whose buffers stay in the first cache: master and gradient to fp32,
+   moments decoded, the rule, moments encoded, the master stored. So formats and rules do not multiply: each is one short
+   loop that the compiler makes vectors of, and `update_NAME` holds all of them once for each instruction set. Moments in
+   fp32 are worked on where they lie. The whole is bound by memory: 26 bytes a parameter for AdamW on a split master with
+   bf16 gradients and fp32 moments, 28 for fp32 throughout. Software prefetch did not help.
 
    One call updates a whole list of ranges on its own threads, which know nothing of Python: a caller that has released
    the interpreter's lock does not take it again before all is done. No result depends on the number of threads. They
    are started and joined in the call (tens of microseconds each, where a call takes milliseconds), so nothing is left
    that a fork could break, and calls may run at the same time.
 
-   What it gives up: NaNs stay NaNs, with any sign and payload (a split master has one NaN only). */
+   What it gives up: NaNs stay NaNs, with any sign and payload (a bf16 or split master has one NaN only). */
 
 #include <float.h>
 #include <math.h>
@@ -41,27 +43,45 @@ _Static_assert(FLT_EVAL_METHOD == 0, "fp32 arithmetic must round each operation 
 #endif
 
 enum {
-    block = 1024, /* parameters between two sums of a measure: 8 KiB of scratch, which stays in the first cache */
-    lanes = 16,   /* partial sums of a measure */
-    piece = 1 << 16 /* parameters that a thread takes at a time, and between two sums of a range's measure */
+    block = 128,     /* store/codecs.py: numbers with one scale */
+    chunk = 512,     /* parameters between two stages: 2 KiB a buffer */
+    lanes = 16,      /* partial sums of a measure */
+    piece = 1 << 16, /* parameters that a thread takes at a time, and between two sums of a range's measure */
+    max_states = 2,
+    max_scalars = 9
 };
 
-/* Fields and order of optim/formula.py:AdamWScalars. */
-struct adamw_scalars {
-    float clip, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, bias2_sqrt, step_size;
+/* Orders of optim/kernel.py. */
+enum master { master_fp32, master_split, master_bf16 };
+enum format { format_fp32, format_bf16, format_8bit, format_4bit };
+enum rule { rule_adamw, rule_adam, rule_momentum, rule_sgd, rule_lion };
+
+/* One moment: floats, bf16, or codes in whole blocks with a scale each. */
+struct state {
+    void *codes;
+    float *scales;
+    int32_t format;
+    int32_t is_signed;
 };
 
-/* n parameters with the same scalars. weights: float, or with `low` the upper halves (bf16) of a split master, whose
-   lower halves are `low`. grad: float or bf16. */
-struct adamw_range {
+/* n parameters with the same scalars, the first of them number `first` of its own. weights: float, bf16, or with `low`
+   the upper halves of a split master. grad: float or bf16. ema: NULL or floats. */
+struct range {
     void *weights;
     int16_t *low;
     const void *grad;
-    float *m;
-    float *v;
+    float *ema;
+    struct state states[max_states];
     int64_t n;
+    int64_t first;
+    uint32_t key[2];
+    int32_t rule;
+    int32_t num_states;
+    int32_t master;
     int32_t grad_is_bf16;
-    struct adamw_scalars scalars;
+    int32_t is_rounded; /* anything stochastically */
+    float ema_decay, ema_share;
+    float scalars[max_scalars]; /* in the order of the rule's dataclass in optim/formula.py */
 };
 
 ALWAYS_INLINE uint32_t bits_of(float x) {
@@ -89,40 +109,360 @@ ALWAYS_INLINE uint32_t bits_to_split(float x) {
     return x == x ? bits_of(x) : 0x7FC00000u;
 }
 
-/* The formula on parameters [from, from + n). With `old` (n floats, and `change` too) it also writes the weights before
-   the step and how much each changed. */
-ALWAYS_INLINE void adamw_span(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
-                              int64_t n, float *restrict old, float *restrict change) {
-    const struct adamw_scalars s = r.scalars;
-    float *restrict w32 = (float *)r.weights + from;
-    uint16_t *restrict hi = (uint16_t *)r.weights + from;
-    int16_t *restrict lo = split ? r.low + from : NULL;
-    const float *restrict g32 = (const float *)r.grad + from;
-    const uint16_t *restrict g16 = (const uint16_t *)r.grad + from;
-    float *restrict m = r.m + from;
-    float *restrict v = r.v + from;
-    NO_OVERLAP
-    for (int64_t i = 0; i < n; i++) {
-        const float w = split ? join(hi[i], lo[i]) : w32[i];
-        const float g = (grad_is_bf16 ? widen(g16[i]) : g32[i]) * s.clip;
-        const float next_m = m[i] * s.beta1 + g * s.one_minus_beta1;
-        const float next_v = v[i] * s.beta2 + (g * g) * s.one_minus_beta2;
-        const float denominator = sqrtf(next_v) / s.bias2_sqrt + s.eps;
-        const float next = w * s.decay - (next_m / denominator) * s.step_size;
-        m[i] = next_m;
-        v[i] = next_v;
-        if (split) {
-            const uint32_t bits = bits_to_split(next);
-            hi[i] = (uint16_t)((bits + 0x8000u) >> 16);
-            lo[i] = (int16_t)bits;
-        } else {
-            w32[i] = next;
-        }
-        if (old) {
-            old[i] = w;
-            change[i] = next - w;
+/* store/rounding.py */
+
+#define UNSIGNED_STREAM 0x9E3779B1u
+#define MASTER_STREAM 0x85EBCA77u
+
+ALWAYS_INLINE uint32_t random_bits(uint32_t index, uint32_t key0, uint32_t key1) {
+    uint32_t x = index + key0;
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x ^= key1;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+ALWAYS_INLINE uint16_t round_to_bf16(float x, uint32_t random) {
+    return x == x ? (uint16_t)((bits_of(x) + (random >> 16)) >> 16) : 0x7FC0u;
+}
+
+/* store/codecs.py. bits and mantissa are constants wherever these are inlined. */
+
+/* Whole blocks of codes. Byte j of a block of 4-bit codes holds the codes j and j + 64. Codes lie in 32 bits meanwhile,
+   as wide as the floats that they become: bytes among them would cost the vectors a shuffle at every step. */
+ALWAYS_INLINE void unpack(const int bits, const uint8_t *restrict stored, uint32_t *restrict codes, int64_t n) {
+    if (bits == 8) {
+        for (int64_t i = 0; i < n; i++)
+            codes[i] = stored[i];
+        return;
+    }
+    for (int64_t b = 0; b < n / block; b++) {
+        for (int j = 0; j < block / 2; j++)
+            codes[b * block + j] = stored[b * (block / 2) + j] & 15;
+        for (int j = 0; j < block / 2; j++)
+            codes[b * block + block / 2 + j] = stored[b * (block / 2) + j] >> 4;
+    }
+}
+
+ALWAYS_INLINE void pack(const int bits, const uint32_t *restrict codes, uint8_t *restrict stored, int64_t n) {
+    if (bits == 8) {
+        for (int64_t i = 0; i < n; i++)
+            stored[i] = (uint8_t)codes[i];
+        return;
+    }
+    for (int64_t b = 0; b < n / block; b++)
+        for (int j = 0; j < block / 2; j++)
+            stored[b * (block / 2) + j] = (uint8_t)(codes[b * block + j] | codes[b * block + block / 2 + j] << 4);
+}
+
+/* The level of the largest magnitude code, less 1: its place above the lowest level. */
+ALWAYS_INLINE float signed_span(const int bits, const int mantissa) {
+    const uint32_t code = (1u << (bits - 1)) - 1;
+    return float_of(((127u << mantissa) + code) << (23 - mantissa)) - 1.0f;
+}
+
+/* half: half the exponents of the second moment, or NULL. */
+ALWAYS_INLINE void decode_signed(const int bits, const int mantissa, const uint32_t *restrict codes,
+                                 const float *restrict scales, const uint32_t *restrict half, float *restrict x,
+                                 int64_t n) {
+    const float share = (float)(1.0 / (double)signed_span(bits, mantissa));
+    const uint32_t mask = (1u << (bits - 1)) - 1;
+    for (int64_t b = 0; b < n / block; b++) {
+        const float unit = scales[b] * share;
+        for (int64_t i = b * block; i < (b + 1) * block; i++) {
+            const uint32_t code = codes[i];
+            const float level = float_of(((127u << mantissa) + (code & mask)) << (23 - mantissa));
+            float value = (level - 1.0f) * unit;
+            if (half)
+                value *= float_of((127u + half[i]) << 23);
+            x[i] = float_of(bits_of(value) ^ (code & (mask + 1)) << (32 - bits));
         }
     }
+}
+
+ALWAYS_INLINE void decode_unsigned(const int bits, const int mantissa, const uint32_t *restrict codes,
+                                   const float *restrict scales, float *restrict x, int64_t n) {
+    const uint32_t base = (127u << mantissa) - ((1u << bits) - 1);
+    for (int64_t b = 0; b < n / block; b++) {
+        const float scale = scales[b];
+        for (int64_t i = b * block; i < (b + 1) * block; i++)
+            x[i] = float_of((codes[i] + base) << (23 - mantissa)) * scale;
+    }
+}
+
+/* The scale of a block whose largest magnitude has these bits, and its inverse; 0 for a block that gets no codes. */
+ALWAYS_INLINE float block_scale(int32_t peak_bits, float *inverse) {
+    const float peak = float_of((uint32_t)peak_bits);
+    const int is_finite = peak_bits < 0x7F800000, is_used = is_finite && peak_bits >= 0x00800000;
+    *inverse = is_used ? 1.0f / peak : 0.0f;
+    return is_used ? peak : is_finite ? 0.0f : float_of(0x7FC00000u);
+}
+
+ALWAYS_INLINE uint32_t clamp_code(int32_t code, int32_t most) {
+    code = code < 0 ? 0 : code;
+    return (uint32_t)(code > most ? most : code);
+}
+
+ALWAYS_INLINE void encode_signed(const int bits, const int mantissa, const float *restrict x,
+                                 const uint32_t *restrict half, const uint32_t *restrict random,
+                                 uint32_t *restrict codes, float *restrict scales, int64_t n) {
+    const float span = signed_span(bits, mantissa);
+    const int32_t most = (1 << (bits - 1)) - 1;
+    float scaled[block];
+    for (int64_t b = 0; b < n / block; b++) {
+        int32_t peak = 0;
+        for (int j = 0; j < block; j++) {
+            scaled[j] = x[b * block + j];
+            if (half)
+                scaled[j] *= float_of((127u - half[b * block + j]) << 23);
+            const int32_t magnitude = (int32_t)(bits_of(scaled[j]) & 0x7FFFFFFFu);
+            peak = magnitude > peak ? magnitude : peak;
+        }
+        float inverse;
+        scales[b] = block_scale(peak, &inverse);
+        const uint32_t is_used = inverse != 0.0f ? 0xFFFFFFFFu : 0u;
+        for (int j = 0; j < block; j++) {
+            const float y = float_of(bits_of(scaled[j]) & 0x7FFFFFFFu) * inverse * span + 1.0f;
+            const uint32_t up = bits_of(y) + (random[b * block + j] >> (9 + mantissa));
+            const int32_t code = (int32_t)(up >> (23 - mantissa)) - (127 << mantissa);
+            const uint32_t sign = (bits_of(scaled[j]) >> 31) << (bits - 1);
+            codes[b * block + j] = (clamp_code(code, most) | sign) & is_used;
+        }
+    }
+}
+
+ALWAYS_INLINE void encode_unsigned(const int bits, const int mantissa, const float *restrict x,
+                                   const uint32_t *restrict random, uint32_t *restrict codes, float *restrict scales,
+                                   int64_t n) {
+    const int32_t base = (127 << mantissa) - ((1 << bits) - 1), most = (1 << bits) - 1;
+    for (int64_t b = 0; b < n / block; b++) {
+        int32_t peak = 0;
+        for (int j = 0; j < block; j++) {
+            const int32_t magnitude = (int32_t)(bits_of(x[b * block + j]) & 0x7FFFFFFFu);
+            peak = magnitude > peak ? magnitude : peak;
+        }
+        float inverse;
+        scales[b] = block_scale(peak, &inverse);
+        const uint32_t is_used = inverse != 0.0f ? 0xFFFFFFFFu : 0u;
+        for (int j = 0; j < block; j++) {
+            const uint32_t r = random[b * block + j] * UNSIGNED_STREAM;
+            const int32_t up = (int32_t)(bits_of(x[b * block + j] * inverse) + (r >> (9 + mantissa)));
+            codes[b * block + j] = clamp_code((up >> (23 - mantissa)) - base, most) & is_used;
+        }
+    }
+}
+
+/* Stages. n parameters from `from` on; buffers have room for whole blocks. */
+
+ALWAYS_INLINE int64_t whole_blocks(int64_t n) {
+    return (n + block - 1) / block * block;
+}
+
+/* half: what first moments are coded relative to (out), from the codes of second moments. */
+ALWAYS_INLINE void halve_exponents(const int mantissa, const uint32_t *restrict codes, uint32_t *restrict half,
+                                   int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        half[i] = codes[i] >> (mantissa + 1);
+}
+
+#define CODES_AT(state, bits, from) ((uint8_t *)(state)->codes + (from) / block * (block * (bits) / 8))
+
+/* A moment as floats: where it lies, or in x. A second moment in a block code also fills `half`. */
+ALWAYS_INLINE float *load_state(const struct state *state, int64_t from, int64_t n, float *x, uint32_t *half,
+                                int has_half) {
+    if (state->format == format_fp32)
+        return (float *)state->codes + from;
+    if (state->format == format_bf16) {
+        const uint16_t *restrict stored = (const uint16_t *)state->codes + from;
+        for (int64_t i = 0; i < n; i++)
+            x[i] = widen(stored[i]);
+        return x;
+    }
+    uint32_t codes[chunk];
+    const float *scales = state->scales + from / block;
+    const int64_t whole = whole_blocks(n);
+    if (state->format == format_8bit) {
+        unpack(8, CODES_AT(state, 8, from), codes, whole);
+        if (state->is_signed) {
+            decode_signed(8, 4, codes, scales, has_half ? half : NULL, x, whole);
+        } else {
+            decode_unsigned(8, 3, codes, scales, x, whole);
+            halve_exponents(3, codes, half, whole);
+        }
+    } else {
+        unpack(4, CODES_AT(state, 4, from), codes, whole);
+        if (state->is_signed) {
+            decode_signed(4, 1, codes, scales, has_half ? half : NULL, x, whole);
+        } else {
+            decode_unsigned(4, 0, codes, scales, x, whole);
+            halve_exponents(0, codes, half, whole);
+        }
+    }
+    return x;
+}
+
+ALWAYS_INLINE void store_state(const struct state *state, int64_t from, int64_t n, float *x, uint32_t *half,
+                               int has_half, const uint32_t *random) {
+    if (state->format == format_fp32)
+        return;
+    if (state->format == format_bf16) {
+        uint16_t *restrict stored = (uint16_t *)state->codes + from;
+        const uint32_t factor = state->is_signed ? 1u : UNSIGNED_STREAM;
+        for (int64_t i = 0; i < n; i++)
+            stored[i] = round_to_bf16(x[i], random[i] * factor);
+        return;
+    }
+    uint32_t codes[chunk];
+    float *scales = state->scales + from / block;
+    const int64_t whole = whole_blocks(n);
+    for (int64_t i = n; i < whole; i++)
+        x[i] = 0.0f;
+    if (state->format == format_8bit) {
+        if (state->is_signed) {
+            encode_signed(8, 4, x, has_half ? half : NULL, random, codes, scales, whole);
+        } else {
+            encode_unsigned(8, 3, x, random, codes, scales, whole);
+            halve_exponents(3, codes, half, whole);
+        }
+        pack(8, codes, CODES_AT(state, 8, from), whole);
+    } else {
+        if (state->is_signed) {
+            encode_signed(4, 1, x, has_half ? half : NULL, random, codes, scales, whole);
+        } else {
+            encode_unsigned(4, 0, x, random, codes, scales, whole);
+            halve_exponents(0, codes, half, whole);
+        }
+        pack(4, codes, CODES_AT(state, 4, from), whole);
+    }
+}
+
+ALWAYS_INLINE void load_gradient(const struct range *r, int64_t from, int64_t n, float *restrict g) {
+    const float *restrict g32 = (const float *)r->grad + from;
+    const uint16_t *restrict g16 = (const uint16_t *)r->grad + from;
+    if (r->grad_is_bf16)
+        for (int64_t i = 0; i < n; i++)
+            g[i] = widen(g16[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            g[i] = g32[i];
+}
+
+ALWAYS_INLINE void load_weights(const struct range *r, int64_t from, int64_t n, float *restrict w) {
+    const float *restrict w32 = (const float *)r->weights + from;
+    const uint16_t *restrict w16 = (const uint16_t *)r->weights + from;
+    const int16_t *restrict lo = r->low + (r->low ? from : 0);
+    if (r->master == master_fp32)
+        for (int64_t i = 0; i < n; i++)
+            w[i] = w32[i];
+    else if (r->master == master_split)
+        for (int64_t i = 0; i < n; i++)
+            w[i] = join(w16[i], lo[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            w[i] = widen(w16[i]);
+}
+
+ALWAYS_INLINE void store_weights(const struct range *r, int64_t from, int64_t n, const float *restrict w,
+                                 const uint32_t *restrict random) {
+    float *restrict w32 = (float *)r->weights + from;
+    uint16_t *restrict w16 = (uint16_t *)r->weights + from;
+    int16_t *restrict lo = r->low + (r->low ? from : 0);
+    if (r->master == master_fp32)
+        for (int64_t i = 0; i < n; i++)
+            w32[i] = w[i];
+    else if (r->master == master_split)
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t bits = bits_to_split(w[i]);
+            w16[i] = (uint16_t)((bits + 0x8000u) >> 16);
+            lo[i] = (int16_t)bits;
+        }
+    else
+        for (int64_t i = 0; i < n; i++)
+            w16[i] = round_to_bf16(w[i], random[i] * MASTER_STREAM);
+}
+
+/* optim/formula.py. The names of the scalars are those of its dataclasses. */
+
+ALWAYS_INLINE void adamw(const float *s, float *restrict w, const float *restrict g, float *restrict m,
+                         float *restrict v, int64_t n) {
+    const float clip = s[0], decay = s[1], beta1 = s[2], one_minus_beta1 = s[3], beta2 = s[4], one_minus_beta2 = s[5],
+                eps = s[6], bias2_sqrt = s[7], step_size = s[8];
+    NO_OVERLAP
+    for (int64_t i = 0; i < n; i++) {
+        const float clipped = g[i] * clip;
+        m[i] = m[i] * beta1 + clipped * one_minus_beta1;
+        v[i] = v[i] * beta2 + (clipped * clipped) * one_minus_beta2;
+        w[i] = w[i] * decay - (m[i] / (sqrtf(v[i]) / bias2_sqrt + eps)) * step_size;
+    }
+}
+
+ALWAYS_INLINE void adam(const float *s, float *restrict w, const float *restrict g, float *restrict m,
+                        float *restrict v, int64_t n) {
+    const float clip = s[0], weight_decay = s[1], beta1 = s[2], one_minus_beta1 = s[3], beta2 = s[4],
+                one_minus_beta2 = s[5], eps = s[6], bias2_sqrt = s[7], step_size = s[8];
+    NO_OVERLAP
+    for (int64_t i = 0; i < n; i++) {
+        const float clipped = g[i] * clip + w[i] * weight_decay;
+        m[i] = m[i] * beta1 + clipped * one_minus_beta1;
+        v[i] = v[i] * beta2 + (clipped * clipped) * one_minus_beta2;
+        w[i] = w[i] - (m[i] / (sqrtf(v[i]) / bias2_sqrt + eps)) * step_size;
+    }
+}
+
+ALWAYS_INLINE void momentum(const float *s, float *restrict w, const float *restrict g, float *restrict m, int64_t n) {
+    const float clip = s[0], weight_decay = s[1], momentum = s[2], gradient_share = s[3], nesterov = s[4],
+                look_ahead = s[5], lr = s[6];
+    NO_OVERLAP
+    for (int64_t i = 0; i < n; i++) {
+        const float clipped = g[i] * clip + w[i] * weight_decay;
+        m[i] = m[i] * momentum + clipped * gradient_share;
+        w[i] = w[i] - (clipped * nesterov + m[i] * look_ahead) * lr;
+    }
+}
+
+ALWAYS_INLINE void sgd(const float *s, float *restrict w, const float *restrict g, int64_t n) {
+    const float clip = s[0], weight_decay = s[1], lr = s[2];
+    NO_OVERLAP
+    for (int64_t i = 0; i < n; i++)
+        w[i] = w[i] - (g[i] * clip + w[i] * weight_decay) * lr;
+}
+
+ALWAYS_INLINE void lion(const float *s, float *restrict w, const float *restrict g, float *restrict m, int64_t n) {
+    const float clip = s[0], decay = s[1], beta1 = s[2], one_minus_beta1 = s[3], beta2 = s[4], one_minus_beta2 = s[5],
+                lr = s[6];
+    NO_OVERLAP
+    for (int64_t i = 0; i < n; i++) {
+        const float clipped = g[i] * clip;
+        const float direction = m[i] * beta1 + clipped * one_minus_beta1;
+        const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction * 0.0f;
+        w[i] = w[i] * decay - sign * lr;
+        m[i] = m[i] * beta2 + clipped * one_minus_beta2;
+    }
+}
+
+ALWAYS_INLINE void apply_rule(const struct range *r, float *w, const float *g, float *const *x, int64_t n) {
+    switch (r->rule) {
+    case rule_adamw:
+        adamw(r->scalars, w, g, x[0], x[1], n);
+        break;
+    case rule_adam:
+        adam(r->scalars, w, g, x[0], x[1], n);
+        break;
+    case rule_momentum:
+        momentum(r->scalars, w, g, x[0], n);
+        break;
+    case rule_sgd:
+        sgd(r->scalars, w, g, n);
+        break;
+    default:
+        lion(r->scalars, w, g, x[0], n);
+    }
+}
+
+ALWAYS_INLINE void update_ema(const struct range *r, int64_t from, int64_t n, const float *restrict w) {
+    float *restrict average = r->ema + from;
+    for (int64_t i = 0; i < n; i++)
+        average[i] = average[i] * r->ema_decay + w[i] * r->ema_share;
 }
 
 /* Adds x[i]^2 to sums[i % lanes]: the order does not depend on the width of the vectors. n is a multiple of lanes. */
@@ -132,53 +472,66 @@ ALWAYS_INLINE void add_squares(double *restrict sums, const float *restrict x, i
             sums[lane] += (double)x[i + lane] * (double)x[i + lane];
 }
 
-/* As adamw_span; measure[0] = sum of squared changes, measure[1] = sum of squared old weights. */
-ALWAYS_INLINE void adamw_measured(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
-                                  int64_t n, double *measure) {
-    float old[block], change[block];
-    double old_sums[lanes] = {0}, change_sums[lanes] = {0};
-    for (const int64_t end = from + n; from < end; from += block) {
-        const int64_t size = end - from < block ? end - from : block;
-        adamw_span(split, grad_is_bf16, r, from, size, old, change);
-        int64_t padded = size;
-        for (; padded % lanes; padded++)
-            old[padded] = change[padded] = 0.0f;
-        add_squares(change_sums, change, padded);
-        add_squares(old_sums, old, padded);
+/* sums: of squared changes, then of squared old weights. */
+ALWAYS_INLINE void measure_chunk(const float *restrict w, float *restrict old, int64_t n, double (*sums)[lanes]) {
+    float change[chunk];
+    const int64_t whole = whole_blocks(n);
+    for (int64_t i = 0; i < n; i++)
+        change[i] = w[i] - old[i];
+    for (int64_t i = n; i < whole; i++)
+        change[i] = old[i] = 0.0f;
+    add_squares(sums[0], change, whole);
+    add_squares(sums[1], old, whole);
+}
+
+/* The update of parameters [from, from + n), from being a multiple of `piece`. measure: NULL, or two doubles to write:
+   the sum of squared changes and that of squared old weights. */
+ALWAYS_INLINE void update(const struct range *r, int64_t from, int64_t n, double *measure) {
+    float w[chunk], g[chunk], old[chunk], buffers[max_states][chunk];
+    uint32_t half[chunk];
+    uint32_t random[chunk];
+    double sums[2][lanes] = {{0}};
+    /* A first moment is coded relative to a second one beside it, so that one is loaded and stored before. */
+    const int has_half = r->num_states == 2;
+    for (const int64_t end = from + n; from < end; from += chunk) {
+        const int64_t size = end - from < chunk ? end - from : chunk;
+        float *x[max_states];
+        for (int i = r->num_states - 1; i >= 0; i--)
+            x[i] = load_state(&r->states[i], from, size, buffers[i], half, has_half);
+        load_weights(r, from, size, w);
+        load_gradient(r, from, size, g);
+        if (measure)
+            memcpy(old, w, (size_t)size * sizeof *w);
+        apply_rule(r, w, g, x, size);
+        if (measure)
+            measure_chunk(w, old, size, sums);
+        if (r->ema)
+            update_ema(r, from, size, w);
+        if (r->is_rounded) {
+            const uint32_t index = (uint32_t)(r->first + from);
+            for (int64_t i = 0; i < whole_blocks(size); i++)
+                random[i] = random_bits(index + (uint32_t)i, r->key[0], r->key[1]);
+        }
+        for (int i = r->num_states - 1; i >= 0; i--)
+            store_state(&r->states[i], from, size, x[i], half, has_half, random);
+        store_weights(r, from, size, w, random);
     }
+    if (!measure)
+        return;
     measure[0] = measure[1] = 0.0;
     for (int lane = 0; lane < lanes; lane++) {
-        measure[0] += change_sums[lane];
-        measure[1] += old_sums[lane];
+        measure[0] += sums[0][lane];
+        measure[1] += sums[1][lane];
     }
-}
-
-ALWAYS_INLINE void adamw_format(const int split, const int grad_is_bf16, const struct adamw_range r, int64_t from,
-                                int64_t n, double *measure) {
-    if (measure)
-        adamw_measured(split, grad_is_bf16, r, from, n, measure);
-    else
-        adamw_span(split, grad_is_bf16, r, from, n, NULL, NULL);
-}
-
-ALWAYS_INLINE void adamw_any(const struct adamw_range r, int64_t from, int64_t n, double *measure) {
-    if (r.low && r.grad_is_bf16)
-        adamw_format(1, 1, r, from, n, measure);
-    else if (r.low)
-        adamw_format(1, 0, r, from, n, measure);
-    else if (r.grad_is_bf16)
-        adamw_format(0, 1, r, from, n, measure);
-    else
-        adamw_format(0, 0, r, from, n, measure);
 }
 
 /* Updates parameters [from, from + n) of a range; measure: NULL, or two doubles to write. */
-typedef void update_piece(const struct adamw_range *range, int64_t from, int64_t n, double *measure);
+typedef void update_piece(const struct range *range, int64_t from, int64_t n, double *measure);
 
 /* One call, as its threads see it. */
 struct job {
     update_piece *update;
-    const struct adamw_range *ranges;
+    const struct range *ranges;
     const int64_t *first_piece; /* of each range; one entry more: the number of all pieces */
     int64_t num_pieces;
     double *sums; /* two a piece, or NULL */
@@ -236,7 +589,7 @@ static void add_pieces(const struct job *job, int64_t num_ranges, double *measur
 /* Updates all ranges on at most num_threads threads, this one among them. Small ranges start no threads of their own:
    there is one for each `piece` parameters of the list. measures: NULL, or two doubles a range to write.
    Returns 0, or -1 when there is no memory and nothing was updated. */
-static int run(update_piece *update, const struct adamw_range *ranges, int64_t num_ranges, int64_t num_threads,
+static int run(update_piece *update, const struct range *ranges, int64_t num_ranges, int64_t num_threads,
                double *measures) {
     int64_t num_params = 0, num_pieces = 0;
     for (int64_t range = 0; range < num_ranges; range++) {
@@ -267,12 +620,12 @@ static int run(update_piece *update, const struct adamw_range *ranges, int64_t n
     return has_memory ? 0 : -1;
 }
 
-/* For each instruction set: adamw_NAME is `run` with its loops, and supports_NAME says whether this processor can. */
+/* For each instruction set: update_on_NAME is `run` with its loops, and supports_NAME says whether this processor can. */
 #define VARIANT(name, target, supported)                                                                               \
-    static target void update_##name(const struct adamw_range *range, int64_t from, int64_t n, double *measure) {      \
-        adamw_any(*range, from, n, measure);                                                                           \
+    static target void update_##name(const struct range *range, int64_t from, int64_t n, double *measure) {            \
+        update(range, from, n, measure);                                                                               \
     }                                                                                                                  \
-    EXPORT int adamw_##name(const struct adamw_range *ranges, int64_t num_ranges, int64_t num_threads,                 \
+    EXPORT int update_on_##name(const struct range *ranges, int64_t num_ranges, int64_t num_threads,                   \
                             double *measures) {                                                                        \
         return run(update_##name, ranges, num_ranges, num_threads, measures);                                          \
     }                                                                                                                  \

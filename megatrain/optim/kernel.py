@@ -21,37 +21,60 @@ import platform
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 
-from megatrain.optim import compiler
-from megatrain.optim.formula import AdamWScalars
+from megatrain.optim import compiler, rules
 from megatrain.optim.segment import Segment
 
 log = logging.getLogger(__name__)
 
 VARIANTS = ("baseline", "avx2", "avx512")
 _VARIANT_OF_CAPABILITY = {"AVX2": "avx2", "AVX512": "avx512"}
-_SCALARS = tuple(field.name for field in fields(AdamWScalars))  # the order of `struct adamw_scalars`
-_values = attrgetter(*_SCALARS)
 _load_lock = threading.Lock()
 
 
+# The orders of the enums in kernel.c.
+_RULES = (rules.ADAMW, rules.ADAM, rules.MOMENTUM, rules.SGD, rules.LION)
+_FORMATS = ("fp32", "bf16", "8bit", "4bit")
+_MASTER_FP32, _MASTER_SPLIT, _MASTER_BF16 = range(3)
+_MAX_STATES = 2
+_MAX_SCALARS = 9
+
+
+class _State(ctypes.Structure):
+    """`struct state` of kernel.c."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("format", ctypes.c_int32),
+        ("is_signed", ctypes.c_int32),
+    ]
+
+
 class _Range(ctypes.Structure):
-    """`struct adamw_range` of kernel.c."""
+    """`struct range` of kernel.c."""
 
     _fields_ = [
         ("weights", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        ("m", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
+        ("ema", ctypes.c_void_p),
+        ("states", _State * _MAX_STATES),
         ("n", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("key", ctypes.c_uint32 * 2),
+        ("rule", ctypes.c_int32),
+        ("num_states", ctypes.c_int32),
+        ("master", ctypes.c_int32),
         ("grad_is_bf16", ctypes.c_int32),
-        ("scalars", ctypes.c_float * len(_SCALARS)),
+        ("is_rounded", ctypes.c_int32),
+        ("ema_decay", ctypes.c_float),
+        ("ema_share", ctypes.c_float),
+        ("scalars", ctypes.c_float * _MAX_SCALARS),
     ]
 
 
@@ -63,34 +86,57 @@ class Kernel:
     """"baseline", "avx2" or "avx512"."""
     path: Path
     """The shared library that it came from."""
-    _adamw: ctypes._CFuncPtr
+    _update: ctypes._CFuncPtr
 
-    def adamw(
+    @staticmethod
+    def knows(segment: Segment) -> bool:
+        """Whether the kernel has the segment's rule and formats."""
+        return segment.rule in _RULES and all(stored.format.name in _FORMATS for stored in segment.states)
+
+    def update(
         self, segments: Sequence[Segment], num_threads: int, measure: bool = False
     ) -> list[tuple[float, float]] | None:
-        """One AdamW step in place, on at most num_threads threads, the calling one among them.
+        """One step in place of segments that it `knows`, on at most num_threads threads, the calling one among them.
 
         Returns, with `measure`, for each segment (sum of squared weight changes, sum of squared weights before the
         step). Raises MemoryError, and has then updated nothing.
         """
         ranges = (_Range * len(segments))(*map(_pack, segments))
         sums = (ctypes.c_double * (2 * len(segments)))() if measure else None
-        if self._adamw(ranges, len(segments), num_threads, sums):
+        if self._update(ranges, len(segments), num_threads, sums):
             raise MemoryError("no memory to organise an update on the CPU")
         return None if sums is None else list(zip(sums[::2], sums[1::2], strict=True))
 
 
 def _pack(segment: Segment) -> _Range:
-    return _Range(
-        segment.weights.data_ptr(),
-        None if segment.low is None else segment.low.data_ptr(),
-        segment.grad.data_ptr(),
-        segment.m.data_ptr(),
-        segment.v.data_ptr(),
-        segment.grad.numel(),
-        segment.grad.dtype == torch.bfloat16,
-        _values(segment.scalars),
+    packed = _Range(
+        weights=segment.weights.data_ptr(),
+        low=None if segment.low is None else segment.low.data_ptr(),
+        grad=segment.grad.data_ptr(),
+        n=segment.numel,
+        first=segment.first,
+        key=segment.key,
+        rule=_RULES.index(segment.rule),
+        num_states=len(segment.states),
+        master=_master(segment),
+        grad_is_bf16=segment.grad.dtype == torch.bfloat16,
+        is_rounded=segment.is_rounded,
+        scalars=astuple(segment.scalars),
     )
+    for i, (state, stored) in enumerate(zip(segment.rule.states, segment.states, strict=True)):
+        scales = None if stored.scales is None else stored.scales.data_ptr()
+        format_number = _FORMATS.index(stored.format.name)
+        packed.states[i] = _State(stored.codes.data_ptr(), scales, format_number, state.is_signed)
+    if segment.ema is not None:
+        packed.ema = segment.ema.average.data_ptr()
+        packed.ema_decay, packed.ema_share = segment.ema.decay, 1.0 - segment.ema.decay
+    return packed
+
+
+def _master(segment: Segment) -> int:
+    if segment.low is not None:
+        return _MASTER_SPLIT
+    return _MASTER_FP32 if segment.weights.dtype == torch.float32 else _MASTER_BF16
 
 
 def load_kernel(variant: str | None = None) -> Kernel | None:
@@ -110,7 +156,7 @@ def load_kernel(variant: str | None = None) -> Kernel | None:
         variant = _VARIANT_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), "baseline")
     if not _supports(library, variant):
         raise ValueError(f'CPU kernel: this processor does not run {variant!r}; use "baseline" or leave it out')
-    function = getattr(library, f"adamw_{variant}")
+    function = getattr(library, f"update_on_{variant}")
     function.restype = ctypes.c_int
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return Kernel(variant, path, function)

@@ -1,4 +1,4 @@
-"""What an update works on: flat tensors of one format that are updated with the same numbers.
+"""What an update works on: flat tensors of one parameter, the rule, and its numbers.
 
 Rule: a Segment is checked once, when it is made. Whatever works on it checks nothing any more.
 
@@ -7,53 +7,96 @@ What it gives up: whether tensors overlap is not checked; those of one run must 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.formula import AdamWScalars
+from megatrain.optim.rules import Rule, Scalars
+from megatrain.store.codecs import BLOCK, Stored
+from megatrain.store.rounding import Key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Ema:
+    """A moving average of the weights, updated after their step."""
+
+    average: Tensor
+    """(n,) fp32."""
+    decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Parameters that are updated with the same scalars. All tensors: (n,), contiguous, on the CPU."""
+    """Parameters that are updated with the same scalars. All tensors are flat and contiguous, on one device."""
 
+    rule: Rule
+    scalars: Scalars
     weights: Tensor
-    """fp32 masters, or the bf16 upper halves of split masters."""
-    low: Tensor | None
-    """int16 lower halves of split masters; None with fp32 masters."""
+    """(n,): fp32 masters, the bf16 upper halves of split masters, or bf16 masters."""
+    low: Tensor | None = None
+    """(n,) int16 lower halves of split masters; None with others."""
     grad: Tensor
-    """fp32 or bf16, before clipping. Left as it is."""
-    m: Tensor
-    """fp32 first moments."""
-    v: Tensor
-    """fp32 second moments."""
-    scalars: AdamWScalars
+    """(n,) fp32 or bf16, before clipping. Left as it is."""
+    states: tuple[Stored, ...] = ()
+    """In the rule's order."""
+    ema: Ema | None = None
+    key: Key = (0, 0)
+    """Of the stochastic rounding."""
+    first: int = 0
+    """Which element of its parameter the segment starts with."""
 
     def __post_init__(self) -> None:
-        split = self.low is not None
-        _check("weights", self.weights, (torch.bfloat16,) if split else (torch.float32,), self.grad)
-        _check("grad", self.grad, (torch.float32, torch.bfloat16), self.grad)
-        _check("m", self.m, (torch.float32,), self.grad)
-        _check("v", self.v, (torch.float32,), self.grad)
+        n, device = self.grad.numel(), self.grad.device
+        masters = (torch.bfloat16,) if self.low is not None else (torch.float32, torch.bfloat16)
+        _check("weights", self.weights, masters, n, device)
+        _check("grad", self.grad, (torch.float32, torch.bfloat16), n, device)
         if self.low is not None:
-            _check("low", self.low, (torch.int16,), self.grad)
+            _check("low", self.low, (torch.int16,), n, device)
+        if len(self.states) != len(self.rule.states):
+            raise ValueError(f"Segment.states: {self.rule.name} keeps {len(self.rule.states)}, got {len(self.states)}")
+        for state, stored in zip(self.rule.states, self.states, strict=True):
+            _check(state.name, stored.codes, (stored.format.dtype,), stored.format.num_codes(n), device)
+            if stored.format.is_block:
+                assert stored.scales is not None
+                _check(f"{state.name} scales", stored.scales, (torch.float32,), stored.format.num_scales(n), device)
+        if len({stored.format.name for stored in self.states}) > 1:
+            raise ValueError("Segment.states must be of one format: a first moment is coded beside its second")
+        if self.ema is not None:
+            _check("ema", self.ema.average, (torch.float32,), n, device)
+
+    @property
+    def numel(self) -> int:
+        return self.grad.numel()
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        is_bf16_master = self.low is None and self.weights.dtype == torch.bfloat16
+        return is_bf16_master or any(not stored.format.is_exact for stored in self.states)
 
     def part(self, start: int, stop: int) -> Segment:
-        """The parameters [start, stop), as views."""
-        low = None if self.low is None else self.low[start:stop]
-        rest = (tensor[start:stop] for tensor in (self.grad, self.m, self.v))
-        return Segment(self.weights[start:stop], low, *rest, self.scalars)
+        """The parameters [start, stop), as views. `start` is a multiple of BLOCK."""
+        assert start % BLOCK == 0
+        return dataclasses.replace(
+            self,
+            weights=self.weights[start:stop],
+            low=None if self.low is None else self.low[start:stop],
+            grad=self.grad[start:stop],
+            states=tuple(stored.part(start, min(stop, self.numel)) for stored in self.states),
+            ema=None if self.ema is None else dataclasses.replace(self.ema, average=self.ema.average[start:stop]),
+            first=self.first + start,
+        )
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Tensor) -> None:
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device) -> None:
     """Raise ValueError unless the tensor is what a Segment says."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"Segment.{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+    if tensor.device != device or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
-            f"Segment.{name} must be a flat contiguous CPU tensor, got {tuple(tensor.shape)} on {tensor.device}"
+            f"Segment.{name} must be flat and contiguous on {device}, got {tuple(tensor.shape)} on {tensor.device}"
         )
-    if tensor.numel() != like.numel():
-        raise ValueError(f"Segment.{name} has {tensor.numel()} elements, grad has {like.numel()}")
+    if tensor.numel() != numel:
+        raise ValueError(f"Segment.{name} has {tensor.numel()} elements instead of {numel}")

@@ -1,4 +1,4 @@
-"""The update in plain PyTorch, for machines without a C compiler: the kernel's results bit for bit, much slower.
+"""The update in plain PyTorch over threads, for machines without a C compiler: the kernel's results bit for bit, slower.
 
 Rule: no result depends on the number of threads. A range has a fixed size, so the sums of a measure are added in one
 order too.
@@ -13,28 +13,27 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 import torch
 
-from megatrain.optim.formula import adamw_
+from megatrain.optim.definition import update_
 from megatrain.optim.segment import Segment
-from megatrain.store import masters
 
 RANGE = 1 << 19  # parameters of one task
 # Parameters that a thread works on at a time: the most for which PyTorch starts no threads of its own, with about 1 MB
-# of temporaries.
+# of temporaries. Both are multiples of a block of moments.
 PIECE = 1 << 15
 
 
 class TorchPool:
-    """A pool of threads that applies the formula to segments."""
+    """A pool of threads that applies the definition to segments."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="megatrain-update")
 
-    def adamw(self, segments: Sequence[Segment], measure: bool = False) -> list[tuple[float, float]] | None:
-        """One AdamW step in place; returns what `Kernel.adamw` returns.
+    def update(self, segments: Sequence[Segment], measure: bool = False) -> list[tuple[float, float]] | None:
+        """One step in place; returns what `Kernel.update` returns.
 
         An exception in a worker is raised here, once no worker is running any more.
         """
-        tasks = list(_tasks([segment.grad.numel() for segment in segments]))
+        tasks = list(_tasks([segment.numel for segment in segments]))
         futures = [self._pool.submit(_run_task, segments, task, measure) for task in tasks]
         _wait_or_raise(futures)
         if not measure:
@@ -78,18 +77,11 @@ def _run_task(segments: Sequence[Segment], task: Task, measure: bool) -> list[tu
 
 
 def _update(part: Segment, measure: bool) -> tuple[float, float] | None:
-    """Piece by piece: a split master is joined, updated by the formula and split again."""
     change = weight = 0.0
-    for start in range(0, part.grad.numel(), PIECE):
-        piece = part.part(start, start + PIECE)
-        w = piece.weights if piece.low is None else masters.join(piece.weights, piece.low)
-        old = w.clone() if measure else None
-        adamw_(w, piece.grad.float(), piece.m, piece.v, piece.scalars)
-        if piece.low is not None:
-            masters.split_(w, piece.weights, piece.low)
-        if old is not None:
-            change += (w - old).double().square_().sum().item()
-            weight += old.double().square_().sum().item()
+    for start in range(0, part.numel, PIECE):
+        sums = update_(part.part(start, start + PIECE), measure)
+        if sums is not None:
+            change, weight = change + sums[0], weight + sums[1]
     return (change, weight) if measure else None
 
 

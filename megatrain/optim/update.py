@@ -37,7 +37,7 @@ class Measure:
 
 
 class CpuUpdater:
-    """Applies AdamW to segments on several threads. `run` may be called from several threads at once.
+    """Applies update rules to segments on several threads. `run` may be called from several threads at once.
 
     With the C kernel a run is one foreign call: its threads live in C and hold no lock of Python's, so the thread that
     launches GPU kernels runs on undisturbed.
@@ -54,7 +54,7 @@ class CpuUpdater:
             raise UserError(f"num_threads must be 1 or more, got {num_threads}; leave it out for a good number")
         self.num_threads = num_threads or _default_num_threads(_num_usable_cores())
         self._kernel = _find_kernel(kernel)
-        self._pool = TorchPool(self.num_threads) if self._kernel is None else None
+        self._pool: TorchPool | None = None
         self._closed = False
 
     @property
@@ -69,12 +69,16 @@ class CpuUpdater:
         """
         if self._closed:
             raise RuntimeError("this CpuUpdater is closed: make another one")
-        if self._kernel is not None:
-            sums = self._kernel.adamw(segments, self.num_threads, measure)
+        if self._kernel is not None and all(map(self._kernel.knows, segments)):
+            sums = self._kernel.update(segments, self.num_threads, measure)
         else:
-            assert self._pool is not None
-            sums = self._pool.adamw(segments, measure)
+            sums = self._torch_pool().update(segments, measure)
         return [None] * len(segments) if sums is None else [Measure(*pair) for pair in sums]
+
+    def _torch_pool(self) -> TorchPool:
+        if self._pool is None:
+            self._pool = TorchPool(self.num_threads)
+        return self._pool
 
     def close(self) -> None:
         """Refuse further runs: `run` raises RuntimeError from now on."""
