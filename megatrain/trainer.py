@@ -35,7 +35,7 @@ from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.layer_reports import LayerReports
 from megatrain.save.folder import check_place, whole_folder
-from megatrain.save.weights import checkpoint_bytes, read_low_halves, read_weights, save_low_halves
+from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
 
 Batch = dict[str, Any]
 
@@ -268,8 +268,8 @@ class Trainer(transformers.Trainer):
             self.save_model(str(folder), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(folder))
-                save_low_halves(self.engine, folder)
                 self._save_rng_state(str(folder))
+            save_exact(self.model, self.engine, folder, is_whole=not self.args.save_only_model)
             self._note_callback_states()
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.push_to_hub:
@@ -303,7 +303,7 @@ class Trainer(transformers.Trainer):
                     "with save_only_model, or by something else): start a new run from its weights instead"
                 )
         read_weights(self.model, resume_from_checkpoint)
-        read_low_halves(self.engine, Path(resume_from_checkpoint), required=True)
+        read_exact(self.model, self.engine, Path(resume_from_checkpoint), required=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -316,7 +316,7 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         read_weights(self.model, best)
-        read_low_halves(self.engine, best, required=False)
+        read_exact(self.model, self.engine, best, required=False)
 
     # Logs of layers
 

@@ -62,7 +62,9 @@ def test_an_old_folder_is_replaced_as_a_whole_and_kept_on_failure(tmp_path: Path
 def test_files_are_merged_where_others_are_kept(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (target / "extra").mkdir(parents=True)
-    for name in ("notes", "model.safetensors.index.json", "model-00001-of-00002.safetensors", "extra/old"):
+    stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    stale += ("adapter_model.safetensors", "adapter_config.json")
+    for name in ("notes", *stale, "extra/old"):
         (target / name).touch()
     with whole_folder(target, keep_others=True) as folder:
         (folder / "model.safetensors").write_text("new")

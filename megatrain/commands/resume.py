@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.base.errors import UserError
-from megatrain.save.folder import ENTRY_NAMES
+from megatrain.save.folder import WEIGHT_NAMES
 
 KEY = "training.resume_from_checkpoint"
 STATE_NAME = "trainer_state.json"
@@ -48,8 +48,8 @@ def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
         if not folder.is_dir():
             raise UserError(f"{KEY}: no such folder: {folder} (looked from {Path.cwd()}); {_remedy(known, output_dir)}")
     missing = [name for name in _NEEDED_NAMES if not (folder / name).is_file()]
-    if not any((folder / name).is_file() for name in ENTRY_NAMES):
-        missing.append(ENTRY_NAMES[0])
+    if not any((folder / name).is_file() for name in WEIGHT_NAMES):
+        missing.append(WEIGHT_NAMES[0])
     if missing:
         inside = [path for path in checkpoints_in(folder) if path not in known]
         remedy = _remedy(inside or known, folder if inside else output_dir)

@@ -19,7 +19,9 @@ from pathlib import Path
 from megatrain.base.errors import UserError
 from megatrain.base.units import MIB, format_bytes
 
-ENTRY_NAMES = ("model.safetensors", "model.safetensors.index.json")
+WEIGHT_NAMES = ("model.safetensors", "model.safetensors.index.json")
+ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+ENTRY_NAMES = (*WEIGHT_NAMES, *ADAPTER_NAMES)
 """A folder of weights can be loaded once it has one of these. They come last and go first."""
 
 _INCOMPLETE, _OLD = "incomplete", "old"
@@ -110,7 +112,9 @@ def _replaced(staging: Path, target: Path, keep_others: bool) -> list[Path]:
     if not keep_others:
         places |= set(target.iterdir())
     elif any((staging / name).exists() for name in ENTRY_NAMES):
-        places |= {*(target / name for name in ENTRY_NAMES), *target.glob("model-*-of-*.safetensors")}
+        # With an old adapter's config beside it, a whole model would load as that adapter.
+        stale = (*ENTRY_NAMES, "adapter_config.json")
+        places |= {*(target / name for name in stale), *target.glob("model-*-of-*.safetensors")}
     hidden = {_beside(target, ending, True) for ending in (_INCOMPLETE, _OLD)}
     return sorted((path for path in places - hidden if os.path.lexists(path)), key=_is_entry, reverse=True)
 

@@ -19,6 +19,8 @@ from megatrain.base.errors import UserError
 from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine
 from megatrain.execute.model import StreamedModel
+from megatrain.save.adapters import read_adapters, save_trained, saves_adapters, trained_bytes
+from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 
@@ -32,8 +34,12 @@ LOW_HALF_BYTES = 2
 def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Copy the weights in `folder` (safetensors, one file or sharded) into `model`, in place.
 
-    Raises UserError when the folder has no weights, or lacks one that the model has.
+    Raises UserError when the folder has no weights, or lacks one that the model has. Of a model that saves its adapters
+    alone, the base keeps what it has.
     """
+    if saves_adapters(model) and not _has_weights(Path(folder)):
+        read_adapters(model, Path(folder))
+        return
     missing = _missing(model, _copy_groups(model, _tensors(Path(folder))))
     if missing and hasattr(type(model), "from_pretrained"):
         missing = _missing(model, _copy_groups(model, _tensors_of_plain(model, folder)))
@@ -48,35 +54,45 @@ def checkpoint_bytes(model: nn.Module, engine: Engine, *, with_optimizer: bool) 
     """Bytes of the weights as they are saved and, `with_optimizer`, of what training needs to go on from them."""
     fields = [field for home in engine.homes for field in home.fields]
     trained = [field for home in engine.homes for field in home.fields if home.trainable[field]]
-    saved = trained if hasattr(model, "peft_config") else fields  # peft saves its adapters alone
+    saved = trained if saves_adapters(model) else fields
     num_bytes = sum(field.numel * field.saved_dtype.itemsize for field in saved)
     if with_optimizer:
         num_bytes += sum(MOMENT_BYTES * field.numel for field in trained)
-        num_bytes += sum(LOW_HALF_BYTES * field.numel for _, field in _cut_fields(engine))
+        num_bytes += _exact_bytes(model, engine)
     return num_bytes
 
 
-def save_low_halves(engine: Engine, folder: Path) -> None:
-    """Write the low halves of the split masters that are saved as their bf16 high halves (2 bytes a parameter).
+def _exact_bytes(model: nn.Module, engine: Engine) -> int:
+    """Bytes of what the saved weights lack of the exact masters."""
+    if saves_adapters(model):
+        return trained_bytes(engine)
+    return sum(LOW_HALF_BYTES * field.numel for _, field in _cut_fields(engine))
 
-    High halves are the masters rounded to nearest, so both together are the exact master. Nothing is written when all
-    weights are saved in fp32.
+
+def save_exact(model: nn.Module, engine: Engine, folder: Path, *, is_whole: bool) -> None:
+    """Write, beside the saved weights, what they lack of the exact masters.
+
+    Of bf16 weights these are the low halves of their masters (2 bytes a parameter; weights are masters rounded to
+    nearest, so both together are the exact master), if `is_whole`: training is to go on from this folder.
+    Of adapters, all trained masters, because not all that trains need be in them.
     """
     from safetensors.torch import save_file
 
     engine.wait()
-    if halves := {field.name: home.low_half(field) for home, field in _cut_fields(engine)}:
+    if saves_adapters(model):
+        save_trained(model, folder)
+    elif is_whole and (halves := {field.name: home.low_half(field) for home, field in _cut_fields(engine)}):
         save_file(halves, folder / LOW_HALVES_NAME)
 
 
-def read_low_halves(engine: Engine, folder: Path, *, required: bool) -> None:
+def read_exact(model: nn.Module, engine: Engine, folder: Path, *, required: bool) -> None:
     """Complete the masters after `read_weights`, if any of them is saved as bf16.
 
     Raises UserError when `required` and `folder` lacks them.
     """
     from safetensors import safe_open
 
-    cut = list(_cut_fields(engine))
+    cut = [] if saves_adapters(model) else list(_cut_fields(engine))
     path = folder / LOW_HALVES_NAME
     if not cut or not (path.is_file() or required):
         return
@@ -91,6 +107,10 @@ def read_low_halves(engine: Engine, folder: Path, *, required: bool) -> None:
 def _cut_fields(engine: Engine) -> Iterator[tuple[Home, Field]]:
     for home in engine.homes:
         yield from ((home, field) for field in home.fields if field.is_split and field.saved_dtype == torch.bfloat16)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in WEIGHT_NAMES)
 
 
 def weight_files(folder: Path) -> list[Path]:
