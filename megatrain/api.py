@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,8 +145,7 @@ def accumulate(
     Returns the micro-batches' losses (detached), which sum to the step's loss. Gradients are added to what is there.
     """
     engine = _engine(model)
-    batches = list(batches)
-    _check_batches(batches, loss_fn)
+    batches = _check_batches(batches, loss_fn)
     num_items = num_target_tokens(model, batches) if loss_fn is None else None
 
     # A key-value cache is of no use in training and would hold every layer's keys and values.
@@ -212,7 +211,12 @@ def stats(model: nn.Module) -> dict[str, Any]:
     return _engine(model).stats()
 
 
-def _check_batches(batches: list[Any], loss_fn: Any) -> None:
+def _check_batches(batches: Any, loss_fn: Any) -> list[Mapping[str, Any]]:
+    """The micro-batches as a list."""
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        what = "one micro-batch" if isinstance(batches, Mapping) else f"a {type(batches).__name__}"
+        raise UserError(f"mt.accumulate takes a list of micro-batches, got {what}: write mt.accumulate(model, [batch])")
+    batches = list(batches)
     if not batches:
         raise UserError("mt.accumulate got no micro-batches: give it at least one")
     for batch in batches:
@@ -223,6 +227,7 @@ def _check_batches(batches: list[Any], loss_fn: Any) -> None:
             )
     if loss_fn is not None and not callable(loss_fn):
         raise UserError(f"loss_fn={loss_fn!r} must be a function of (outputs, batch), or None for the model's own loss")
+    return batches
 
 
 def _engine(model: nn.Module) -> Engine:

@@ -17,7 +17,9 @@ import megatrain as mt
 
 BATCHES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "none": (lambda: [], None, "no micro-batches: give it at least one"),
-    "a_batch": (make_batch, None, "must be a dict .*got a str.*list of dicts"),
+    "a_batch": (make_batch, None, r"a list of micro-batches, got one micro-batch: write .*\[batch\]"),
+    "nothing": (lambda: None, None, r"a list of micro-batches, got a NoneType: write .*\[batch\]"),
+    "texts": (lambda: ["a"], None, "must be a dict .*got a str.*list of dicts"),
     "tensors": (lambda: [make_batch()["input_ids"]], None, "must be a dict .*got a Tensor"),
     "no_labels": (
         lambda: [{"input_ids": make_batch()["input_ids"]}],
