@@ -127,6 +127,16 @@ def test_too_much_is_refused_with_the_missing_bytes(tmp_path) -> None:
         HostMemory(max_bytes=0, offload_dir=tmp_path, pin=False).require(2**60, "training")
 
 
+def test_the_offload_folder_is_made_when_something_goes_there(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    memory = HostMemory(max_bytes=2 * PAGE_BYTES, offload_dir="~/below/folder", pin=False)
+    memory.require(3 * PAGE_BYTES, "training")
+    kept = [memory.empty(2 * PAGE_BYTES)]
+    assert os.listdir(tmp_path) == []
+    kept.append(memory.empty(PAGE_BYTES))
+    assert (tmp_path / "below" / "folder").is_dir()
+
+
 def test_a_second_pass_adds_in_fp32() -> None:
     home = make_homes(Blocks(), "bf16")[0]
     layout = home.gradient_layout()

@@ -5,12 +5,12 @@ Rule: an estimate may be a little high, never low. Config and tokenizer are coun
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.errors import UserError
+from megatrain.base.paths import existing_parent
 from megatrain.base.units import MIB, format_bytes
 from megatrain.save.weights import MOMENT_BYTES
 
@@ -54,9 +54,3 @@ def check_disk(folder: Path, rows: dict[str, int]) -> int:
             "free; free some, choose a folder on another disk, or keep fewer checkpoints (training.save_total_limit)"
         )
     return free_bytes
-
-
-def existing_parent(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists. Symbolic links are followed."""
-    folder = Path(os.path.realpath(folder))
-    return next(parent for parent in (folder, *folder.parents) if parent.exists())

@@ -20,9 +20,10 @@ from transformers import TrainerCallback
 
 from megatrain.base.config import PRECISIONS
 from megatrain.base.errors import UserError
+from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes, format_seconds
 from megatrain.commands.console import print_fact, print_table
-from megatrain.commands.disk import check_disk, disk_rows, existing_parent
+from megatrain.commands.disk import check_disk, disk_rows
 from megatrain.commands.length import RunLength
 from megatrain.commands.run import CountingTrainer, Ingredients, closing_engine, generate_sample, prepare
 from megatrain.models import missing_files

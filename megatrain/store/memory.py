@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes
 
 logger = logging.getLogger("megatrain")
@@ -44,7 +45,7 @@ class HostMemory:
 
     def __init__(self, *, max_bytes: int | None, offload_dir: str | os.PathLike[str] | None, pin: bool) -> None:
         self.max_bytes = max_bytes
-        self.offload_dir = None if offload_dir is None else Path(offload_dir)
+        self.offload_dir = None if offload_dir is None else Path(offload_dir).expanduser()
         self.ram_bytes = 0
         self.disk_bytes = 0
         self.pinned_bytes = 0
@@ -101,7 +102,7 @@ class HostMemory:
                 f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(free_bytes)} {left}: "
                 f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
             )
-        free_disk_bytes = psutil.disk_usage(str(self.offload_dir)).free
+        free_disk_bytes = psutil.disk_usage(str(existing_parent(self.offload_dir))).free
         if missing_bytes > free_disk_bytes:
             raise UserError(
                 f"{what} needs {format_bytes(missing_bytes)} in offload_dir={str(self.offload_dir)!r}, which has "
@@ -119,11 +120,11 @@ class HostMemory:
         return self.offload_dir is None or num_bytes <= self._free_ram_bytes()
 
     def _check_folder(self) -> None:
+        """Raise UserError when `offload_dir` cannot be written. It is made when it is needed."""
         if self.offload_dir is None:
             return
         try:
-            self.offload_dir.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.offload_dir).close()
+            tempfile.TemporaryFile(dir=existing_parent(self.offload_dir)).close()
         except OSError as error:
             raise UserError(
                 f"offload_dir={str(self.offload_dir)!r} cannot be written ({error.strerror}): give a folder that can"
