@@ -21,6 +21,7 @@ _PUBLIC = {
     "Trainer": "megatrain.trainer",
     "UserError": "megatrain.base.errors",
     "RefusedError": "megatrain.base.errors",
+    "NonFiniteError": "megatrain.base.errors",
 }
 
 __all__ = [*_PUBLIC, "optim"]

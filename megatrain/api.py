@@ -25,11 +25,12 @@ from megatrain.execute.model import (
 )
 from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
-from megatrain.plan.rows import activation_bytes, check_device_memory, host_bytes
+from megatrain.plan.placement import HBM
+from megatrain.plan.rows import Placement, activation_bytes, check_device_memory, host_bytes, plan_placement
 from megatrain.spec.discover import check_weights, find_layers
-from megatrain.spec.homes import plan_homes
+from megatrain.spec.homes import Formats, HomePlan, plan_homes
 from megatrain.store.home import Home
-from megatrain.store.memory import HostMemory
+from megatrain.store.memory import DeviceMemory, HostMemory
 
 _config = Config()
 
@@ -42,6 +43,10 @@ def init(
     precision: str | None = None,
     device: str | None = None,
     compile: bool = False,
+    master: str | None = None,
+    grad_dtype: str | None = None,
+    clip: str = "global",
+    hbm_home_gb: float | None = None,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -49,11 +54,18 @@ def init(
         offload_dir: folder for homes that do not fit in memory; its files vanish with the process.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
         max_ram_gb: host memory for homes at most, in GB (1e9 bytes).
-        optimizer_compression: format of the moments. Compressed ones do not exist yet; the run says so.
+        optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True or
+            "4bit" (about 1 byte a parameter instead of 8), "8bit", "bf16". See docs/compression.md.
         precision: "fp32" (fp32 throughout, TF32 off), "bf16" (bf16 compute, exact fp32 master), or None: bf16 when
             TrainingArguments.bf16 is set or the model was loaded in bf16, else fp32.
         device: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one.
         compile: compile each kind of block with torch.compile (faster after a start-up; last bits may differ).
+        master: form of the master weights: "fp32" with fp32 compute; "split" (exact fp32 in 16 + 16 bits, the default)
+            or "bf16" (stochastic rounding) with bf16 compute.
+        grad_dtype: of gradients on their way home, after their sum in fp32: "fp32", "bf16", or None: as the weights.
+        clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
+            backward; none is kept; `max_norm` goes to the optimizer).
+        hbm_home_gb: device memory for layers that live and are updated there; None: a fifth of what is free.
 
     Raises UserError for a setting that cannot work.
     """
@@ -66,6 +78,10 @@ def init(
         precision=precision,
         device=device,
         compile=compile,
+        master=master,
+        grad_dtype=grad_dtype,
+        clip=clip,
+        hbm_home_gb=hbm_home_gb,
     )
 
 
@@ -98,15 +114,18 @@ def stream(
     found = find_layers(model)
     device = _device(config)
     precision = _precision(model, config, bf16)
-    plans = plan_homes(model, found, precision)
+    formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
+    plans = plan_homes(model, found, formats)
     options = check_device_memory(plans, config, options)
     memory = HostMemory(max_bytes=config.max_ram_bytes, offload_dir=config.offload_dir, pin=device.type == "cuda")
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    memory.require(host_bytes(plans, trainable), f"training {type(model).__name__}")
+    device_bytes = _device_bytes(device, config)
+    placement = plan_placement(plans, trainable, config, options, device_bytes)
+    memory.require(host_bytes(placement), f"training {type(model).__name__}")
     if device.type == "cuda":
         _prepare_cuda(device, precision, config)
 
-    homes = [Home(plan.name, plan.fields, memory, plan.grad_dtype) for plan in plans]
+    homes = [_make_home(plan, placement, memory, device) for plan in plans]
     for plan, home in zip(plans, homes, strict=True):
         home.trainable.update((field, key in trainable) for key, field in plan.parameters.items())
     layers = make_layers(found, plans, homes)
@@ -115,11 +134,11 @@ def stream(
         homes=homes,
         resident=next((home for plan, home in zip(plans, homes, strict=True) if not plan.layers), None),
         layers=layers,
+        memory=memory,
         device=device,
-        precision=precision,
-        config=config,
-        options=options,
-        activation_bytes=activation_bytes(plans, _device_bytes(device, config), options),
+        formats=formats,
+        placement=placement,
+        activation_bytes=activation_bytes(placement, device_bytes),
     )
     for plan, home in zip(plans, homes, strict=True):
         move_home(model, plan, home, initialize)
@@ -168,6 +187,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     Returns the norm before clipping (fp32 scalar on the CPU), as torch.nn.utils.clip_grad_norm_ does.
     """
     engine = _engine(model)
+    if engine.config.clip == "layer":
+        raise UserError(
+            'clip="layer" clips in the backward, by the norm of each layer: give max_norm to the optimizer, '
+            "mt.optim.AdamW(model, max_norm=1.0), or say mt.init(clip=\"global\")"
+        )
     if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise UserError(f"max_norm={max_norm!r} must be a number and not negative")
     return engine.clip(max_norm)
@@ -186,7 +210,7 @@ def named_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in named_home_parameters(model):
         gradient = parameter.grad
         if gradient is not None:
-            yield name, gradient
+            yield name, gradient.cpu()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -268,6 +292,13 @@ def _device_bytes(device: torch.device, config: Config) -> int | None:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return min(free_bytes, config.max_vram_bytes or free_bytes)
     return None
+
+
+def _make_home(plan: HomePlan, placement: Placement, memory: HostMemory, device: torch.device) -> Home:
+    place = placement.places[plan]
+    source = DeviceMemory(device) if place == HBM else memory
+    keeps_gradients = placement.config.clip == "global"
+    return Home(plan.name, plan.fields, source, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
 
 
 def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:

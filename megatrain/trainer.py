@@ -218,6 +218,9 @@ class Trainer(transformers.Trainer):
             optim.AdamW,
             {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon},
         )
+        options = {"seed": self.args.seed, **options}
+        if self.engine.config.clip == "layer" and self.args.max_grad_norm > 0:
+            options = {"max_norm": self.args.max_grad_norm, **options}
         self.optimizer = optimizer_class([group for group in groups if group["params"]], **options)
         return self.optimizer
 
@@ -227,22 +230,27 @@ class Trainer(transformers.Trainer):
         # accelerate takes an optimizer so marked as it is. Its wrapper would copy the state through the device, and
         # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
         optimizer._is_accelerate_prepared = True
-        if not hasattr(optimizer, "step_was_skipped"):
-            optimizer.step_was_skipped = False
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return api.clip_grad_norm_(self.model, self.args.max_grad_norm)
+        return self._norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return grad_norm if grad_norm is not None else api.clip_grad_norm_(self.model, float("inf"))
+        return grad_norm if grad_norm is not None else self._norm(float("inf"))
+
+    def _norm(self, max_norm: float) -> torch.Tensor:
+        """Global norm before clipping."""
+        if self.engine.config.clip == "layer":
+            # The layers' updates have clipped by their own norms. Those that have not landed yet count as before.
+            return torch.tensor(self.engine.layer_norm)
+        return api.clip_grad_norm_(self.model, max_norm)
 
     # Saving and loading
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them."""
         target = output_dir or self.args.output_dir
-        needed_bytes = checkpoint_bytes(self.model, self.engine, with_optimizer=False)
+        needed_bytes = checkpoint_bytes(self.model, self.engine)
         with whole_folder(target, keep_others=True, needed_bytes=needed_bytes) as folder:
             self._save(str(folder))
         if self.args.push_to_hub and not _internal_call:
@@ -263,7 +271,8 @@ class Trainer(transformers.Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._note_best_checkpoint(run_dir, target)
-        needed_bytes = checkpoint_bytes(self.model, self.engine, with_optimizer=not self.args.save_only_model)
+        optimizer = None if self.args.save_only_model else self.optimizer
+        needed_bytes = checkpoint_bytes(self.model, self.engine, optimizer)
         with whole_folder(target, needed_bytes=needed_bytes) as folder:
             self.save_model(str(folder), _internal_call=True)
             if not self.args.save_only_model:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB
 
 PRECISIONS = ("fp32", "bf16")
-COMPRESSIONS = (False, True, "8bit", "4bit", "2bit", "lossless")
+MASTERS = {"fp32": ("fp32",), "bf16": ("split", "bf16")}
+"""By precision; the first is the default."""
+COMPRESSIONS = {False: "fp32", True: "4bit", "bf16": "bf16", "8bit": "8bit", "4bit": "4bit", "lossless": "lossless"}
+"""optimizer_compression -> format of the moments (`store/codecs.py`, `store/lossless.py`)."""
+CLIPS = ("global", "layer")
+GRADIENTS = ("fp32", "bf16")
+
+
+TWO_BITS = "it fails the quality test (docs/compression.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +36,25 @@ class Config:
     """Host memory for homes, in GB (1e9 bytes). None: what is free."""
 
     optimizer_compression: bool | str = False
-    """Format of the moments. Compressed formats do not exist yet: the run says so and keeps exact fp32."""
+    """Format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True or "4bit", "8bit", "bf16"."""
 
     precision: str | None = None
     """"fp32", "bf16", or None: taken from the model's dtype and TrainingArguments.bf16."""
+
+    master: str | None = None
+    """Form of the master weights: "fp32" with fp32 compute; "split" (exact fp32 in 16 + 16 bits) or "bf16" (stochastic
+    rounding) with bf16 compute. None: the exact one."""
+
+    grad_dtype: str | None = None
+    """Of gradients on their way home, after their sum in fp32: "fp32" or "bf16". None: as the compute weights."""
+
+    clip: str = "global"
+    """What the gradient is clipped by: the exact "global" norm, for which all gradients are kept until it is known, or
+    the norm of each "layer", for which none is kept."""
+
+    hbm_home_gb: float | None = None
+    """Device memory, in GB (1e9 bytes), for layers that live there whole and are updated there: the first ones of the
+    model, whose update has the least time. None: a fifth of what is free beside the stream. 0: none."""
 
     device: str | None = None
     """Where layers run: "cuda", "cuda:1", "cpu". None: CUDA if there is one."""
@@ -43,18 +67,44 @@ class Config:
             raise UserError(
                 f"precision={self.precision!r} is not known: use one of {PRECISIONS}, or None to follow the model"
             )
-        if self.optimizer_compression not in COMPRESSIONS:
-            raise UserError(
-                f"optimizer_compression={self.optimizer_compression!r} is not known: use one of {COMPRESSIONS}"
-            )
-        for name in ("max_vram_gb", "max_ram_gb"):
+        self._check_formats()
+        for name in ("max_vram_gb", "max_ram_gb", "hbm_home_gb"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < math.inf):
+            is_allowed = is_number and 0 <= value < math.inf and (value > 0 or name == "hbm_home_gb")
+            if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
         if not isinstance(self.compile, bool):
             raise UserError(f"compile={self.compile!r} must be True or False")
         self._check_offload_dir()
+
+    def _check_formats(self) -> None:
+        if self.optimizer_compression == "2bit":
+            raise UserError(f'optimizer_compression="2bit" is refused: {TWO_BITS}; use "4bit" or "8bit"')
+        is_known = isinstance(self.optimizer_compression, (bool, str)) and self.optimizer_compression in COMPRESSIONS
+        if not is_known:
+            known = ", ".join(map(repr, COMPRESSIONS))
+            raise UserError(f"optimizer_compression={self.optimizer_compression!r} is not known: use one of {known}")
+        masters = [master for of in MASTERS.values() for master in of]
+        for name, known in (("master", (None, *masters)), ("grad_dtype", (None, *GRADIENTS)), ("clip", CLIPS)):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name}={getattr(self, name)!r} is not known: use one of {known}")
+        if self.precision is not None:
+            self.master_for(self.precision)
+
+    def master_for(self, precision: str) -> str:
+        """Form of the master weights. Raises UserError for one that does not go with the precision."""
+        master = self.master or MASTERS[precision][0]
+        if master not in MASTERS[precision]:
+            raise UserError(
+                f"master={master!r} does not go with precision={precision!r}: use one of {MASTERS[precision]}"
+            )
+        return master
+
+    @property
+    def moments(self) -> str:
+        """Format of the moments."""
+        return COMPRESSIONS[self.optimizer_compression]
 
     def _check_offload_dir(self) -> None:
         if self.offload_dir is None:
@@ -71,6 +121,10 @@ class Config:
     @property
     def max_ram_bytes(self) -> int | None:
         return None if self.max_ram_gb is None else int(self.max_ram_gb * GB)
+
+    @property
+    def hbm_home_bytes(self) -> int | None:
+        return None if self.hbm_home_gb is None else int(self.hbm_home_gb * GB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +148,10 @@ class StreamOptions:
 
     lane_delay_seconds: float = 0.0
     """Upper bound of a random pause before each piece of lane work, to provoke races."""
+
+    places: Mapping[str, str] | str | None = None
+    """Where homes live and are updated: "cpu", "stream" or "hbm" (`plan/placement.py`) by name of the home, or one for
+    all. Homes that are not named are "cpu". None: the plan chooses."""
 
     def __post_init__(self) -> None:
         if self.num_slots < 1 or self.max_drains < 1:

@@ -11,6 +11,10 @@ class UserError(ValueError):
     """Bad input or a setting that cannot work. Raised before any work starts."""
 
 
+class NonFiniteError(RuntimeError):
+    """Gradients were infinite or NaN in too many steps in a row. No weight has taken anything from them."""
+
+
 class InterruptedRunError(RuntimeError):
     """The user stopped a run (Ctrl-C). The message says how to go on."""
 

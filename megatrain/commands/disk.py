@@ -9,10 +9,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import MIB, format_bytes
-from megatrain.save.weights import MOMENT_BYTES
+from megatrain.plan.placement import NUM_MOMENTS
+from megatrain.save.weights import LOW_HALF_BYTES
+from megatrain.spec.formats import most_moment_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,13 +32,22 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
-def disk_rows(model: nn.Module, arguments: TrainingArguments, length: RunLength) -> dict[str, int]:
-    """Bytes by name of what the run has on the disk at its fullest. Shapes only: the model may be streamed."""
+def disk_rows(
+    model: nn.Module, arguments: TrainingArguments, length: RunLength, moments: str
+) -> dict[str, int]:
+    """Bytes by name of what the run has on the disk at its fullest. Shapes only: the model may be streamed.
+
+    moments: name of their format.
+    """
     rows = {"trained model": weight_bytes(model) + SMALL_FILES_BYTES}
     num_checkpoints = length.num_checkpoints(arguments)
     if num_checkpoints:
-        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        moments_bytes = 0 if arguments.save_only_model else MOMENT_BYTES * num_trained
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        moments_bytes = 0
+        if not arguments.save_only_model:
+            moments_bytes = NUM_MOMENTS * sum(most_moment_bytes(moments, p.numel()) for p in trained)
+            # A master that is saved as bf16 lacks its low half.
+            moments_bytes += sum(LOW_HALF_BYTES * p.numel() for p in trained if p.dtype == torch.bfloat16)
         name = f"{num_checkpoints} checkpoints" if num_checkpoints > 1 else "1 checkpoint"
         rows[name] = num_checkpoints * (rows["trained model"] + moments_bytes)
     return rows

@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import Subset
 from transformers import TrainerCallback
 
-from megatrain.base.config import PRECISIONS
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes, format_seconds
@@ -29,12 +28,9 @@ from megatrain.commands.run import CountingTrainer, Ingredients, closing_engine,
 from megatrain.models import missing_files
 from megatrain.plan.rows import memory_rows
 from megatrain.recipe import OutputConfig, Recipe
-from megatrain.spec.discover import find_layers
-from megatrain.spec.homes import HomePlan, plan_homes
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import nn
     from transformers import TrainingArguments
 
 TINY_STEPS = 2
@@ -58,26 +54,18 @@ class Timings:
 def rehearse(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
     """Prints the plan and runs one tiny step through every path. Raises UserError for what will not fit."""
     ingredients = prepare(recipe, console)
-    layouts = _layouts(ingredients.model)
     report = ingredients.datasets.report
     length = RunLength.of(arguments, report.train.num_rows, report.train.num_tokens)
-    needed = disk_rows(ingredients.model, arguments, length)
+    needed = disk_rows(ingredients.model, arguments, length, recipe.engine.moments)
     free_bytes = check_disk(recipe.output_dir, needed)
     with _scratch_folder(recipe.output_dir) as scratch:
         trainer = ingredients.trainer(_tiny_arguments(recipe, scratch))
         with closing_engine(trainer):
-            _print_memory(console, layouts, trainer)
+            _print_memory(console, trainer)
             _print_disk(console, recipe.output_dir, needed, free_bytes)
             timings = _try_every_path(recipe, ingredients, trainer, Path(scratch))
     _print_time(console, recipe, arguments, length, timings, report.eval.num_rows if report.eval else 0)
     print_fact(console, "dry run", "every path works: a training step, evaluation, a sample, saving. Nothing was kept.")
-
-
-def _layouts(model: nn.Module) -> tuple[dict[str, list[HomePlan]], set[int]]:
-    """Homes in each precision, and ids of the parameters that train. Taken before the model is streamed."""
-    found = find_layers(model)
-    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    return {precision: plan_homes(model, found, precision) for precision in PRECISIONS}, trainable
 
 
 def _scratch_folder(output_dir: Path) -> tempfile.TemporaryDirectory[str]:
@@ -154,12 +142,9 @@ def _try_every_path(recipe: Recipe, ingredients: Ingredients, trainer: CountingT
     )
 
 
-def _print_memory(
-    console: Console, layouts: tuple[dict[str, list[HomePlan]], set[int]], trainer: CountingTrainer
-) -> None:
-    plans, trainable = layouts
+def _print_memory(console: Console, trainer: CountingTrainer) -> None:
     engine = trainer.engine
-    rows = memory_rows(plans[engine.precision], trainable, engine.options)
+    rows = memory_rows(engine.placement)
     places = {"ram": "host memory", "hbm": f"device ({engine.device})"}
     lines = [(places[row.tier], row.name, format_bytes(row.num_bytes)) for row in rows]
     for tier, place in places.items():

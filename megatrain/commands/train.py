@@ -64,7 +64,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
     ingredients = prepare(recipe, console)
     report = ingredients.datasets.report.train
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
-    check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length))
+    check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
     check_place(recipe.output_dir, "output.dir")
     num_steps_done = 0
     if checkpoint is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import traceback
 import weakref
@@ -20,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.units import format_count
 from megatrain.execute.call import Arguments, Call, LayerFunction
@@ -29,11 +29,17 @@ from megatrain.execute.fetch import Fetcher
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
 from megatrain.execute.runs import Run, current_run, run_accumulated
+from megatrain.execute.states import describe_states
 from megatrain.execute.templates import compile_templates, group_templates
+from megatrain.execute.transports import make_transport
+from megatrain.plan.placement import HBM
+from megatrain.plan.rows import Placement
+from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
+from megatrain.store.memory import HostMemory
 from megatrain.transport.activations import ActivationStore
-from megatrain.transport.serial import SerialStream
+from megatrain.transport.drain import GradientPacket
 from megatrain.transport.stream import LaneStream
 
 Result = TypeVar("Result")
@@ -83,7 +89,9 @@ class Engine:
     Args:
         homes: all homes; `resident` is the one of them whose weights stay on the device (None if there is none).
         layers: the streamed layers in order of definition.
-        precision: "fp32" or "bf16".
+        memory: of the host, for what is not a home: activations, slabs.
+        formats: how weights and gradients are held.
+        placement: where homes live; what memory was counted from.
         activation_bytes: boundary activations that may stay on the device.
     """
 
@@ -93,22 +101,19 @@ class Engine:
         homes: list[Home],
         resident: Home | None,
         layers: list[StreamedLayer],
+        memory: HostMemory,
         device: torch.device,
-        precision: str,
-        config: Config,
-        options: StreamOptions,
+        formats: Formats,
+        placement: Placement,
         activation_bytes: int,
     ) -> None:
         self.homes, self.layers, self.device = homes, layers, device
-        self.precision, self.config, self.options = precision, config, options
-        streamed = [home for home in homes if home is not resident]
-        block_bytes = max(layer.home.wire.numel() for layer in layers if layer.kind == "block")
-        self.transport: LaneStream | SerialStream = (
-            SerialStream(device) if options.serial else LaneStream(streamed, block_bytes, device, options)
-        )
-        self.passes = Passes(device, self.transport.drain)
+        self.formats, self.placement = formats, placement
+        self.config, self.options = placement.config, placement.options
+        self.transport = make_transport(homes, resident, layers, memory, device, placement)
+        self.passes = Passes(device, self._send)
         self.activations = ActivationStore(
-            memory=homes[0].memory,
+            memory=memory,
             device=device,
             budget_bytes=activation_bytes,
             send=self.transport.send,
@@ -117,18 +122,27 @@ class Engine:
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
+        self.consumer: weakref.WeakMethod[Callable[[Home], None]] | None = None
+        """With clip="layer": queues the update of a home whose gradients were just sent home, which uses them up."""
         self.is_last: dict[str, bool] = {}
         self.num_steps = 0
         self._visits: dict[StreamedLayer, Views] = {}
         self._depth = 0
         self._thread = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._consumed: set[Home] = set()
         self._update_report: dict[str, float] = {}
-        if config.compile:
+        self._norm_report: dict[str, float] = {}
+        if self.config.compile:
             compile_templates(layers)
 
     def register(self, model: nn.Module) -> None:
         _engines[model] = self
+
+    @property
+    def precision(self) -> str:
+        """"fp32" or "bf16": what layers compute in."""
+        return self.formats.precision
 
     # The three hops: a layer's call, its visit, its backward.
 
@@ -223,6 +237,28 @@ class Engine:
         """
         return run_accumulated(self, thunks)
 
+    def _send(self, home: Home, packet: GradientPacket) -> None:
+        """A pass's gradients of `home` are complete."""
+        if self.config.clip == "global":
+            self.transport.drain(home, packet)
+            return
+        consume = None if self.consumer is None else self.consumer()
+        if consume is None:
+            raise UserError('clip="layer" updates in the backward: make the optimizer before it (mt.optim.AdamW(model))')
+        if home in self._consumed:
+            raise UserError(
+                'clip="layer" updates in the backward, and there was one in this step already: run all micro-batches of '
+                "a step in one mt.accumulate, and call optimizer.step() after it"
+            )
+        self._consumed.add(home)
+        self.transport.drain(home, packet)
+        consume(home)
+
+    def end_step(self) -> None:
+        """The optimizer has made its step."""
+        self._consumed.clear()
+        self.num_steps += 1
+
     def _recover(self) -> None:
         is_clean = self.transport.is_idle and not (self._visits or self.is_collecting or self.passes.is_held)
         if is_clean and not self.passes.is_torn():
@@ -274,23 +310,16 @@ class Engine:
     def summary(self) -> str:
         """The run's first line."""
         num_parameters = sum(home.num_parameters for home in self.homes)
-        how = {
-            "fp32": "fp32 throughout (TF32 off), exact fp32 moments",
-            "bf16": "bf16 compute, exact fp32 master (split 16+16 bits), exact fp32 moments",
-        }[self.precision]
         templates = group_templates(self.layers)
         num_blocks = sum(len(members) for members in templates.values())
         kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
-        line = (
+        num_on_device = sum(home.place == HBM for home in self.homes)
+        living = f" ({num_on_device} homes live there)" if num_on_device else ""
+        return (
             f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
-            f"{len(self.layers) - num_blocks} other layers streamed through {self.device}; {how}"
+            f"{len(self.layers) - num_blocks} other layers streamed through {self.device}{living}; "
+            f"{describe_states(self.formats, self.config)}"
         )
-        if self.config.optimizer_compression:
-            line += (
-                f"; optimizer_compression={self.config.optimizer_compression!r} is not used: "
-                "compressed moments do not exist yet"
-            )
-        return line
 
     def stats(self) -> dict[str, Any]:
         """Counts since the model was streamed: visits a home, transfers, bytes, prediction hits and misses, stalls."""
@@ -315,6 +344,7 @@ class Engine:
     def layer_report(self) -> dict[str, dict[str, float]]:
         """Gradient norm of each home, and |dw| / |w| of its last update if `measure_updates` was set before it."""
         norms = {home.name: sum(n * n for n in of.values()) ** 0.5 for home, of in self.gradient_norms().items()}
+        norms |= self._norm_report
         names = dict.fromkeys((*norms, *self._update_report))
         return {
             name: {
@@ -323,6 +353,15 @@ class Engine:
             }
             for name in names
         }
+
+    def report_norm(self, home: Home, norm: float) -> None:
+        """The norm of gradients that are not kept."""
+        self._norm_report[home.name] = norm
+
+    @property
+    def layer_norm(self) -> float:
+        """Global norm of the gradients of the last step that are not kept, as far as they have come home."""
+        return math.sqrt(sum(norm * norm for norm in self._norm_report.values()))
 
     def report_update(self, home: Home, ratio: float) -> None:
         self._update_report[home.name] = ratio

@@ -1,5 +1,5 @@
 """Update rules for streamed models. Each is a torch.optim.Optimizer."""
 
-from megatrain.optim.adamw import AdamW
+from megatrain.optim.optimizers import SGD, Adam, AdamW, Lion
 
-__all__ = ["AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion"]

@@ -50,8 +50,11 @@ class CpuUpdater:
 
         Raises UserError when num_threads < 1 or the named variant cannot run here.
         """
-        if num_threads is not None and num_threads < 1:
-            raise UserError(f"num_threads must be 1 or more, got {num_threads}; leave it out for a good number")
+        is_count = isinstance(num_threads, int) and not isinstance(num_threads, bool) and num_threads >= 1
+        if num_threads is not None and not is_count:
+            raise UserError(
+                f"num_threads must be a whole number of 1 or more, got {num_threads!r}; leave it out for a good number"
+            )
         self.num_threads = num_threads or _default_num_threads(_num_usable_cores())
         self._kernel = _find_kernel(kernel)
         self._pool: TorchPool | None = None
@@ -62,15 +65,17 @@ class CpuUpdater:
         """What runs the updates: a variant of the kernel, or "torch"."""
         return "torch" if self._kernel is None else self._kernel.variant
 
-    def run(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
+    def run(
+        self, segments: Sequence[Segment], measure: bool = False, num_threads: int | None = None
+    ) -> list[Measure | None]:
         """Update every segment and return when all are done: for each its Measure, or None without `measure`.
 
-        Raises MemoryError when there is no memory to organise the work; with the kernel, nothing was updated then.
+        num_threads: for this run alone. Raises MemoryError when there is no memory to organise the work; with the kernel, nothing was updated then.
         """
         if self._closed:
             raise RuntimeError("this CpuUpdater is closed: make another one")
         if self._kernel is not None and all(map(self._kernel.knows, segments)):
-            sums = self._kernel.update(segments, self.num_threads, measure)
+            sums = self._kernel.update(segments, num_threads or self.num_threads, measure)
         else:
             sums = self._torch_pool().update(segments, measure)
         return [None] * len(segments) if sums is None else [Measure(*pair) for pair in sums]

@@ -19,6 +19,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine
 from megatrain.execute.model import StreamedModel
+from megatrain.optim.base import HomeOptimizer
 from megatrain.save.adapters import read_adapters, save_trained, saves_adapters, trained_bytes
 from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.spec.layout import Field
@@ -26,8 +27,6 @@ from megatrain.store.home import Home
 
 GROUP_BYTES = GIB
 LOW_HALVES_NAME = "master_low_halves.safetensors"
-MOMENT_BYTES = 8
-"""Two fp32 moments a parameter, in a checkpoint that training can go on from."""
 LOW_HALF_BYTES = 2
 
 
@@ -50,14 +49,14 @@ def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         )
 
 
-def checkpoint_bytes(model: nn.Module, engine: Engine, *, with_optimizer: bool) -> int:
-    """Bytes of the weights as they are saved and, `with_optimizer`, of what training needs to go on from them."""
+def checkpoint_bytes(model: nn.Module, engine: Engine, optimizer: HomeOptimizer | None = None) -> int:
+    """Bytes of the weights as they are saved and, with `optimizer`, of what training needs to go on from them."""
     fields = [field for home in engine.homes for field in home.fields]
     trained = [field for home in engine.homes for field in home.fields if home.trainable[field]]
     saved = trained if saves_adapters(model) else fields
     num_bytes = sum(field.numel * field.saved_dtype.itemsize for field in saved)
-    if with_optimizer:
-        num_bytes += sum(MOMENT_BYTES * field.numel for field in trained)
+    if optimizer is not None:
+        num_bytes += optimizer.num_state_bytes()
         num_bytes += _exact_bytes(model, engine)
     return num_bytes
 

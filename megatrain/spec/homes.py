@@ -28,29 +28,43 @@ class HomePlan:
     parameters: dict[int, Field]
     """id(parameter) -> its field."""
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Of gradients on the wire: bf16 where a master is split, fp32 in homes that are fp32 throughout."""
-        return torch.bfloat16 if any(field.is_split for field in self.fields) else torch.float32
+    grad_dtype: torch.dtype
+    """Of gradients on the wire."""
 
 
-def plan_homes(model: nn.Module, layers: list[FoundLayer], precision: str) -> list[HomePlan]:
-    """Group the parameters of `model` into homes, resident leftovers last.
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """How weights and gradients are held."""
 
-    Args:
-        precision: "fp32" or "bf16" (split masters for every parameter but those the model keeps in fp32).
-    """
+    precision: str
+    """"fp32" or "bf16": what the device computes with. Parameters that the model keeps in fp32 stay so."""
+
+    master: str
+    """"fp32", "split" or "bf16"."""
+
+    grad_dtype: str | None = None
+    """"fp32", "bf16", or None: bf16 in homes with bf16 weights, fp32 in homes that are fp32 throughout."""
+
+    def gradient(self, fields: list[Field]) -> torch.dtype:
+        """Of gradients on the wire of a home with these fields."""
+        if self.grad_dtype is not None:
+            return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.grad_dtype]
+        return torch.bfloat16 if any(field.dtype == torch.bfloat16 for field in fields) else torch.float32
+
+
+def plan_homes(model: nn.Module, layers: list[FoundLayer], formats: Formats) -> list[HomePlan]:
+    """Group the parameters of `model` into homes, resident leftovers last."""
     names = _first_names(model)
     keep_fp32 = _kept_in_fp32(model)
     plans = []
     taken: set[int] = set()
     for group in _groups(layers):
         uses = [use for layer in group for use in parameter_uses(layer.module)]
-        plans.append(_plan(group[0].name, group, uses, names, keep_fp32, precision))
+        plans.append(_plan(group[0].name, group, uses, names, keep_fp32, formats))
         taken |= plans[-1].parameters.keys()
     rest = [use for use in parameter_uses(model) if id(use.parameter) not in taken]
     if rest:
-        plans.append(_plan("resident", [], rest, names, keep_fp32, precision))
+        plans.append(_plan("resident", [], rest, names, keep_fp32, formats))
     return plans
 
 
@@ -92,7 +106,7 @@ def _plan(
     uses: list[ParameterUse],
     names: dict[int, str],
     keep_fp32: set[int],
-    precision: str,
+    formats: Formats,
 ) -> HomePlan:
     fields: dict[int, Field] = {}
     offset = wire_offset_bytes = 0
@@ -101,18 +115,21 @@ def _plan(
         if id(parameter) in fields:
             continue
         canonical = names[id(parameter)]
-        is_split = precision == "bf16" and id(parameter) not in keep_fp32
+        is_bf16 = formats.precision == "bf16" and id(parameter) not in keep_fp32
         field = Field(
             name=canonical,
             shape=tuple(parameter.shape),
-            dtype=torch.bfloat16 if is_split else torch.float32,
+            dtype=torch.bfloat16 if is_bf16 else torch.float32,
             saved_dtype=parameter.dtype,
-            is_split=is_split,
+            is_split=is_bf16 and formats.master == "split",
             offset=offset,
             wire_offset_bytes=wire_offset_bytes,
         )
         fields[id(parameter)] = field
         offset += padded(field.numel)
         wire_offset_bytes += -(-field.wire_bytes // WIRE_ALIGN_BYTES) * WIRE_ALIGN_BYTES
-    return HomePlan(name=name, fields=list(fields.values()), layers=layers, parameters=fields)
+    grad_dtype = formats.gradient(list(fields.values()))
+    return HomePlan(
+        name=name, fields=list(fields.values()), layers=layers, parameters=fields, grad_dtype=grad_dtype
+    )
 

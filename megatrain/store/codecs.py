@@ -31,61 +31,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.spec.formats import BLOCK, FORMATS, Format
 from megatrain.store import rounding
 
-BLOCK = 128
-"""Elements with one scale."""
+__all__ = ["BLOCK", "FORMATS", "Format", "Stored", "decode", "encode_"]
 
 _SMALLEST_NORMAL = 2.0**-126
 _ONE_BITS = 127  # exponent field of 1.0
 _MANTISSA = 23
-
-
-@dataclass(frozen=True)
-class Format:
-    """How moments are stored. `bits` of 32 and 16 are whole floats; less are block codes."""
-
-    name: str
-    bits: int
-    signed_mantissa: int = 0
-    """Mantissa bits of a signed block code; its exponent has the rest, less one for the sign."""
-    unsigned_mantissa: int = 0
-
-    @property
-    def is_block(self) -> bool:
-        return self.bits < 16
-
-    @property
-    def is_exact(self) -> bool:
-        return self.bits == 32
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the stored codes."""
-        return {32: torch.float32, 16: torch.bfloat16}.get(self.bits, torch.uint8)
-
-    def num_codes(self, numel: int) -> int:
-        """Elements of `dtype` for `numel` numbers. The last block is stored whole."""
-        return num_blocks(numel) * (BLOCK * self.bits // 8) if self.is_block else numel
-
-    def num_scales(self, numel: int) -> int:
-        return num_blocks(numel) if self.is_block else 0
-
-    def num_bytes(self, numel: int) -> int:
-        """Of one moment of `numel` numbers, scales included."""
-        return self.num_codes(numel) * self.dtype.itemsize + 4 * self.num_scales(numel)
-
-
-FORMATS = {
-    format_.name: format_
-    for format_ in (
-        Format("fp32", 32),
-        Format("bf16", 16),
-        Format("8bit", 8, signed_mantissa=4, unsigned_mantissa=3),
-        Format("4bit", 4, signed_mantissa=1, unsigned_mantissa=0),
-        Format("2bit", 2, signed_mantissa=0, unsigned_mantissa=0),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -109,10 +62,6 @@ class Stored:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.codes,) if self.scales is None else (self.codes, self.scales)
-
-
-def num_blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
 
 
 def decode(stored: Stored, numel: int, *, is_signed: bool, reference: Stored | None = None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Gradients of one home on the host, from their drain until `zero_grad`.
+"""Gradients of one home, from their drain until `zero_grad` or until their update has used them up.
 
-One backward pass fills a slab of exact size, reused from step to step. A second pass before `zero_grad` (a plain loop
+They lie where the home does: in host memory, or on the device. One backward pass fills a slab of exact size, reused from step to step. A second pass before `zero_grad` (a plain loop
 with several `backward` calls) adds to an fp32 total; that costs 4 bytes a parameter more and happens only then.
 Clipping leaves a factor behind, which the update multiplies in; whoever looks at a gradient before sees it multiplied.
 Rule: written by the drain lane, read by others only after `arrived`.
@@ -12,14 +12,22 @@ import weakref
 
 import torch
 
+from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
-from megatrain.store.memory import HostMemory
+from megatrain.store.memory import DeviceMemory, HostMemory
 
 
-class HostGradients:
-    def __init__(self, memory: HostMemory, dtype: torch.dtype) -> None:
+class HomeGradients:
+    """
+    Args:
+        is_kept: until they are dropped. Else they are their update's alone, which uses them up, perhaps at this moment:
+            there is nothing to drop.
+    """
+
+    def __init__(self, memory: HostMemory | DeviceMemory, dtype: torch.dtype, *, is_kept: bool = True) -> None:
         self.dtype = dtype
+        self.is_kept = is_kept
         self.arrived = Fence.done()
         self.layout: GradientLayout | None = None
         self.touched: frozenset[Field] = frozenset()
@@ -40,6 +48,8 @@ class HostGradients:
     def clear(self) -> None:
         """`zero_grad`: nothing is here any more. The slab stays for the next pass, unless somebody still holds a view
         of it: theirs must not change."""
+        if not self.is_kept:
+            return
         self.arrived.wait()
         self.touched, self.scale = frozenset(), 1.0
         self._norms.clear()
@@ -47,6 +57,20 @@ class HostGradients:
         if any(view() is not None for view in self._lent):
             self._slab = torch.empty(0, dtype=self.dtype)
         self._lent.clear()
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+    def borrow(self, slab: torch.Tensor, layout: GradientLayout) -> None:
+        """Take `slab` (flat uint8, large enough) for the next pass, until `clear`."""
+        self._slab = slab[: layout.numel * self.dtype.itemsize].view(self.dtype)
+
+    def give_back(self) -> None:
+        """The update has used the gradients up, and a borrowed slab may be filled by others."""
+        self.touched, self.scale = frozenset(), 1.0
+        self._norms.clear()
+        self._slab = torch.empty(0, dtype=self.dtype)
 
     def slab(self, layout: GradientLayout) -> torch.Tensor:
         """Where the drain writes a pass (flat, `layout.numel` elements of `dtype`), zeroed at first use."""
@@ -69,7 +93,7 @@ class HostGradients:
         # A field that was frozen meanwhile keeps its gradient; the pass has no room for it.
         frozen = [field for field in held if field not in layout.offsets]
         merged = GradientLayout.of([*layout.offsets, *frozen]) if frozen else layout
-        total = torch.zeros(merged.numel, dtype=torch.float32)
+        total = torch.zeros(merged.numel, dtype=torch.float32, device=self._memory.device)
         for field, view in held.items():
             merged.view(total, field).copy_(view)
         for field in touched:
@@ -115,6 +139,8 @@ class HostGradients:
 
     def drop_all(self, fields: frozenset[Field]) -> None:
         """`zero_grad` of an optimizer that has some of the home's parameters."""
+        if not self.is_kept:
+            return
         self.arrived.wait()
         if self.touched <= fields:
             self.clear()
@@ -123,12 +149,16 @@ class HostGradients:
 
     def drop(self, field: Field) -> None:
         """`p.grad = None` for one parameter."""
+        if not self.is_kept:
+            return
         self.arrived.wait()
         self.touched = self.touched - {field}
         self._norms.pop(field, None)
 
     def set(self, layout: GradientLayout, field: Field, value: torch.Tensor) -> None:
-        """`p.grad = value` for one parameter."""
+        """`p.grad = value` for one parameter. Raises UserError where gradients are not kept."""
+        if not self.is_kept:
+            raise UserError(f'p.grad = value for {field.name}: with clip="layer" gradients are used up in the backward')
         self.arrived.wait()
         self._multiply_in()
         if not self.touched or self.layout is not layout:

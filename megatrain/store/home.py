@@ -1,7 +1,7 @@
-"""Home: where a layer's weights live for good, in host memory.
+"""Home: where a layer's weights live for good, in host memory or on the device.
 
 Two sections: `wire` (what crosses the link, in the compute dtype, page-locked) and `low` (the low halves of split
-masters). Moments belong to the optimizer and gradients to `HostGradients`; both lie apart.
+masters). Moments belong to the optimizer and gradients to `HomeGradients`; both lie apart.
 Rule: whoever reads or writes weights waits for `updated` first.
 """
 
@@ -14,9 +14,9 @@ import torch
 
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout, view_field, wire_bytes
-from megatrain.store.gradients import HostGradients
+from megatrain.store.gradients import HomeGradients
 from megatrain.store.masters import join, split_
-from megatrain.store.memory import HostMemory
+from megatrain.store.memory import DeviceMemory, HostMemory
 
 
 class Home:
@@ -26,20 +26,32 @@ class Home:
         name: the layer's name, for messages.
         fields: its parameters in wire order.
         memory: where the sections come from.
-        grad_dtype: dtype of gradients on the wire (fp32, or bf16 beside split masters).
+        grad_dtype: dtype of gradients on the wire.
+        place: "cpu", "stream" or "hbm" (`plan/placement.py`).
+        keeps_gradients: until `zero_grad`; else their update uses them up.
     """
 
-    def __init__(self, name: str, fields: list[Field], memory: HostMemory, grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        name: str,
+        fields: list[Field],
+        memory: HostMemory | DeviceMemory,
+        grad_dtype: torch.dtype,
+        place: str = "cpu",
+        *,
+        keeps_gradients: bool = True,
+    ) -> None:
         self.name = name
         self.fields = fields
         self.memory = memory
+        self.place = place
         self.grad_dtype = grad_dtype
         self.wire = memory.empty(wire_bytes(fields), pinned=True)
         num_low = sum(1 for field in fields if field.is_split) and _num_elements(fields)
-        self.low = memory.empty(2 * num_low).view(torch.int16)
+        self.low = memory.empty(2 * num_low, pinned=place == "stream").view(torch.int16)
         self.updated = Fence.done()
         self.version = 0
-        self.grads = HostGradients(memory, grad_dtype)
+        self.grads = HomeGradients(memory, grad_dtype, is_kept=keeps_gradients)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lent: list[weakref.ref[np.ndarray]] = []
@@ -69,16 +81,17 @@ class Home:
         return self.low[field.offset : field.offset + field.numel]
 
     def read(self, field: Field) -> torch.Tensor:
-        """A copy of the exact master in the field's shape: fp32 if split, else the wire dtype."""
+        """A copy of the exact master in the field's shape, on the CPU: fp32 if split, else the wire dtype."""
         self.updated.wait()
         if not field.is_split:
-            return self.weights(field).clone()
-        return join(self.weights(field).view(-1), self.low_half(field)).view(field.shape)
+            return self.weights(field).to("cpu", copy=True)
+        return join(self.weights(field).view(-1), self.low_half(field)).view(field.shape).cpu()
 
     def saved(self, field: Field) -> torch.Tensor:
-        """The field in the dtype its model was loaded in. Shares the home's bytes where nothing has to be converted."""
+        """The field in the dtype its model was loaded in, on the CPU. Shares the home's bytes where it lies there and
+        nothing has to be converted."""
         self.updated.wait()
-        if field.dtype == field.saved_dtype:
+        if field.dtype == field.saved_dtype and self.wire.device.type == "cpu":
             # A storage of its own: what writes files takes views of one storage for one tensor.
             array = self.weights(field).view(-1).view(torch.uint8).numpy()
             self._lent = [*(lent for lent in self._lent if lent() is not None), weakref.ref(array)]
@@ -103,7 +116,7 @@ class Home:
             self.weights(field).copy_(value.detach())
             self.low_half(field).zero_()
         elif field.is_split:
-            master = value.detach().to(device="cpu", dtype=torch.float32).contiguous()
+            master = value.detach().to(device=self.wire.device, dtype=torch.float32).contiguous()
             split_(master.view(-1), self.weights(field).view(-1), self.low_half(field))
         else:
             self.weights(field).copy_(value.detach())

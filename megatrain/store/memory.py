@@ -43,6 +43,8 @@ class HostMemory:
         pin: page-lock anonymous buffers that are asked for with `pinned=True` (a CUDA device is used).
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, *, max_bytes: int | None, offload_dir: str | os.PathLike[str] | None, pin: bool) -> None:
         self.max_bytes = max_bytes
         self.offload_dir = None if offload_dir is None else Path(offload_dir).expanduser()
@@ -157,6 +159,21 @@ class HostMemory:
         self._account("pinned_bytes", tensor.numel(), mapping)
         # Every view of the tensor keeps the mapping alive; the pages are unlocked just before they are unmapped.
         weakref.finalize(mapping, _unlock, tensor.data_ptr()).atexit = False
+
+
+class DeviceMemory:
+    """Device memory for homes that live there. The same verbs as `HostMemory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def check_process(self) -> None:
+        """Nothing: CUDA itself refuses a forked process."""
+
+    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """A zeroed uint8 tensor of exactly `num_bytes`."""
+        del pinned
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
 
 def _unlock(pointer: int) -> None:

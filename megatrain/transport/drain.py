@@ -72,12 +72,15 @@ class GradientPacket:
 
 
 def land(home: Home, packet: GradientPacket) -> Callable[[], None]:
-    """Start the copy to the host; returns what has to run after it is over.
+    """Start the copy into the home's slab; returns what has to run after it is over.
 
     Between the two a CUDA lane waits for its copy. The home's last update must have ended: it reads the same slab.
     """
     is_first = not home.grads.is_holding()
-    slab = home.grads.slab(packet.layout) if is_first else torch.empty(packet.layout.numel, dtype=packet.wire.dtype)
+    if is_first:
+        slab = home.grads.slab(packet.layout)
+    else:
+        slab = torch.empty(packet.layout.numel, dtype=packet.wire.dtype, device=home.grads.device)
     slab.copy_(packet.wire, non_blocking=is_first)
     norms = torch.empty(packet.norms.shape, dtype=torch.float32, pin_memory=packet.norms.is_cuda)
     norms.copy_(packet.norms, non_blocking=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain.base.fence import Fence
+from megatrain.plan.placement import HBM
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
@@ -30,6 +31,8 @@ class SerialStream:
         """The home's wire section (flat uint8) on the device."""
         self.counters.visit(home)
         home.updated.wait()
+        if home.place == HBM:
+            return home.wire
         self.counters.transfer(home.wire.numel())
         weights = torch.empty(home.wire.numel(), dtype=torch.uint8, device=self.device)
         return weights.copy_(home.wire)
@@ -58,8 +61,9 @@ class SerialStream:
         tensor.copy_(host)
         return Fence.done()
 
-    def update(self, work: Callable[[], None]) -> Fence:
-        """Run an update."""
+    def update(self, home: Home, work: Callable[[], None]) -> Fence:
+        """Run an update of `home`."""
+        home.grads.arrived.wait()
         work()
         return Fence.done()
 

@@ -5,6 +5,9 @@ Lanes: `compute` is the caller; `h2d` fills slots, `d2h` drains gradients, `cpu`
     acquire: predict -> h2d copies home -> slot (after home.updated and slot.used)  -> caller runs behind slot.filled
     release: slot.used stands behind the caller's work
     drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab)
+    update:  cpu or device lane changes the home (after the caller's work so far, where that reads the home itself)
+
+Homes on the device take no slot: acquire hands out the home itself, behind `updated`.
 
 Invariants: a slot is refilled only behind `used`; weights are copied only behind `updated`; at most `max_drains`
 packets are in flight. What it gives up: the compute lane is one stream.
@@ -20,11 +23,13 @@ import torch
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
+from megatrain.plan.placement import CPU, HBM
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
+from megatrain.transport.ring import SlabRing
 from megatrain.transport.slots import Slot, SlotPool, State
 from megatrain.transport.stall import StallClock
 
@@ -33,26 +38,41 @@ class LaneStream:
     """
     Args:
         homes: all homes that will be acquired.
-        block_bytes: wire bytes of the largest block.
+        block_bytes: wire bytes of the largest block that is streamed; 0 if none is.
+        rings: bounded slabs for gradients that are not kept, by type of the device where they lie. None: homes keep
+            their gradients in slabs of their own.
     """
 
-    def __init__(self, homes: list[Home], block_bytes: int, device: torch.device, options: StreamOptions) -> None:
+    def __init__(
+        self,
+        homes: list[Home],
+        block_bytes: int,
+        device: torch.device,
+        options: StreamOptions,
+        rings: dict[str, SlabRing] | None = None,
+    ) -> None:
         self.device = device
         self.counters = Counters()
         self.predictor: Predictor[Home] = Predictor()
         self.slots = SlotPool(
             device=device,
-            num_slots=options.num_slots,
+            num_slots=options.num_slots if block_bytes else 0,
             block_bytes=block_bytes,
-            largest_bytes=max(home.wire.numel() for home in homes),
+            largest_bytes=max((home.wire.numel() for home in homes if home.place != HBM), default=0),
         )
         self._depth = len(self.slots.slots) - 1
+        self._rings = rings
         self._max_drains = options.max_drains
         self._poison = options.poison
         delay_seconds = options.lane_delay_seconds
         self._h2d = Lane("h2d", device, delay_seconds=delay_seconds)
         self._d2h = Lane("d2h", device, delay_seconds=delay_seconds)
         self._cpu = Lane("cpu", torch.device("cpu"), delay_seconds=delay_seconds)
+        self._lanes = [self._h2d, self._d2h, self._cpu]
+        self._device_update: Lane | None = None
+        if any(home.place != CPU for home in homes):
+            self._device_update = Lane("update", device, delay_seconds=delay_seconds)
+            self._lanes.append(self._device_update)
         self._in_use: dict[Home, tuple[Slot, int]] = {}
         self._drains: deque[tuple[Fence, GradientPacket]] = deque()
         self._may_be_draining = False
@@ -66,6 +86,10 @@ class LaneStream:
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) in a slot; the caller's stream is ordered behind the copy."""
         self.counters.visit(home)
+        if home.place == HBM:
+            with self.waiting("weights"):
+                home.updated.order(self._compute_stream())
+            return home.wire
         self._clock += 1
         if home in self._in_use:
             slot, count = self._in_use[home]
@@ -90,6 +114,8 @@ class LaneStream:
 
     def release(self, home: Home) -> None:
         """The caller's work so far was the last that reads the weights."""
+        if home.place == HBM:
+            return
         slot, count = self._in_use[home]
         if count > 1:
             self._in_use[home] = (slot, count - 1)
@@ -123,7 +149,9 @@ class LaneStream:
                 fence.order(self._compute_stream())
         computed = Fence.on_current_stream(self.device)
         self._may_be_draining = True
-        fence = self._d2h.submit(lambda: self._land(home, packet), after=(home.updated, computed))
+        ring = None if self._rings is None else self._rings[home.wire.device.type]
+        slab, free = (None, Fence.done()) if ring is None else ring.lend(home)
+        fence = self._d2h.submit(lambda: self._land(home, packet, slab), after=(home.updated, computed, free))
         home.grads.arrived = fence
         self._drains.append((fence, packet))
         self.counters.drain(packet.num_bytes)
@@ -149,9 +177,13 @@ class LaneStream:
         computed = Fence.on_current_stream(self.device)
         return self._h2d.submit(lambda: tensor.copy_(host, non_blocking=True), after=(computed, sent))
 
-    def update(self, work: Callable[[], None]) -> Fence:
-        """Queue an update on the CPU lane."""
-        return self._cpu.submit(work)
+    def update(self, home: Home, work: Callable[[], None]) -> Fence:
+        """Queue an update of `home`, where it is updated, behind its gradients."""
+        if home.place == CPU:
+            return self._cpu.submit(work, after=(home.grads.arrived,))
+        assert self._device_update is not None
+        computed = Fence.on_current_stream(self.device)
+        return self._device_update.submit(work, after=(home.grads.arrived, computed))
 
     def flush(self) -> None:
         """Wait until every drain has landed; raise what went wrong in one."""
@@ -171,10 +203,10 @@ class LaneStream:
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds in which each lane's thread worked (on CUDA: issued copies)."""
-        return {lane.name: lane.busy_seconds for lane in (self._h2d, self._d2h, self._cpu)}
+        return {lane.name: lane.busy_seconds for lane in self._lanes}
 
     def close(self) -> None:
-        for lane in (self._h2d, self._d2h, self._cpu):
+        for lane in self._lanes:
             lane.close()
 
     def _compute_stream(self) -> torch.cuda.Stream | None:
@@ -198,7 +230,9 @@ class LaneStream:
         self.counters.transfer(home.wire.numel())
         return slot
 
-    def _land(self, home: Home, packet: GradientPacket) -> None:
+    def _land(self, home: Home, packet: GradientPacket, slab: torch.Tensor | None) -> None:
+        if slab is not None:
+            home.grads.borrow(slab, packet.layout)
         receive = land(home, packet)
         if self._d2h.stream is not None:
             self._d2h.stream.synchronize()

@@ -1,0 +1,76 @@
+"""What an optimizer is given, checked before anything is allocated. Everything here raises UserError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatrain.base.errors import UserError
+from megatrain.execute.parameters import HomeParameter
+
+_TORCH_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+
+
+def refuse_torch_options(optimizer: str, options: dict[str, Any]) -> None:
+    """Options of PyTorch's optimizers that these lack pass as long as they are off."""
+    for name, value in options.items():
+        if name not in _TORCH_OPTIONS:
+            raise TypeError(f"{optimizer}() got an unexpected keyword argument {name!r}")
+        if value:
+            raise UserError(
+                f"{optimizer}({name}={value!r}) is refused: weights in their homes are updated by one exact formula and "
+                f"its own kernels. Leave {name} out"
+            )
+
+
+def check_options(max_norm: Any, ema_decay: Any, seed: Any, max_skipped_steps: Any) -> None:
+    if max_norm is not None and not (is_number(max_norm) and float(max_norm) >= 0.0):
+        raise UserError(f"max_norm={max_norm!r} must be a number and not negative, or None")
+    if ema_decay is not None and not (is_number(ema_decay) and 0.0 <= float(ema_decay) < 1.0):
+        raise UserError(f"ema_decay={ema_decay!r} must be a number in [0, 1), or None")
+    for name, value in (("seed", seed), ("max_skipped_steps", max_skipped_steps)):
+        if not (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            raise UserError(f"{name}={value!r} must be a whole number and not negative")
+
+
+def check_parameters(group: dict[str, Any]) -> None:
+    for parameter in group["params"]:
+        if not isinstance(parameter, HomeParameter):
+            raise UserError(
+                f"got a {type(parameter).__name__} of shape {tuple(parameter.shape)} that is not streamed: call "
+                "mt.stream(model) before making the optimizer, and use a torch.optim optimizer for other parameters"
+            )
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise UserError(f"{name}={group[name]!r} is not supported: leave it out")
+
+
+def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
+    """Numbers of a group that must be finite and not negative."""
+    for name in names:
+        if not (is_number(group[name]) and 0.0 <= float(group[name]) < math.inf):
+            raise UserError(f"{name}={group[name]!r} must be a number and not negative")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise UserError(f"{name}={group[name]!r} is not supported: leave it out")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    betas = group["betas"]
+    is_pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and all(map(is_number, betas))
+    if not (is_pair and all(0.0 <= beta < 1.0 for beta in betas)):
+        raise UserError(f"betas={betas!r} must be two numbers in [0, 1)")
+
+
+def check_share(group: dict[str, Any], name: str) -> None:
+    if not (is_number(group[name]) and 0.0 <= float(group[name]) < 1.0):
+        raise UserError(f"{name}={group[name]!r} must be a number in [0, 1)")
+
+
+def is_number(value: Any) -> bool:
+    # Schedulers may keep the learning rate in a tensor.
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_plain or (isinstance(value, torch.Tensor) and value.numel() == 1)

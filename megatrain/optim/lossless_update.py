@@ -1,0 +1,91 @@
+"""Updates of parameters whose moments are losslessly coded: piece by piece decoded, updated in fp32, coded again.
+
+Rule: no result depends on the number of threads, and a moment is never decoded whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.optim.rules import Rule, Scalars
+from megatrain.optim.segment import Ema, Segment
+from megatrain.optim.update import CpuUpdater, Measure
+from megatrain.spec.formats import FORMATS
+from megatrain.store.codecs import Stored
+from megatrain.store.lossless import PIECE, LosslessMoment
+from megatrain.store.rounding import Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosslessSegment:
+    """As `Segment`, with moments in the rule's order."""
+
+    rule: Rule
+    scalars: Scalars
+    weights: Tensor
+    low: Tensor | None = None
+    grad: Tensor
+    moments: tuple[LosslessMoment, ...]
+    ema: Ema | None = None
+    key: Key = (0, 0)
+
+    @property
+    def numel(self) -> int:
+        return self.grad.numel()
+
+    def decoded(self, start: int, stop: int) -> Segment:
+        """The parameters [start, stop) with their moments in fp32."""
+        format_ = FORMATS["fp32"]
+        cut = slice(start, stop)
+        return Segment(
+            rule=self.rule,
+            scalars=self.scalars,
+            weights=self.weights[cut],
+            low=None if self.low is None else self.low[cut],
+            grad=self.grad[cut],
+            states=tuple(Stored(format_, moment.decode(start, stop)) for moment in self.moments),
+            ema=None if self.ema is None else Ema(average=self.ema.average[cut], decay=self.ema.decay),
+            key=self.key,
+            first=start,
+        )
+
+
+def update_lossless(
+    updater: CpuUpdater, segments: Sequence[Segment | LosslessSegment], measure: bool
+) -> list[Measure | None]:
+    """One step in place, as `updater.run`; pieces go over as many threads as it has."""
+    pieces = [
+        (index, start, min(start + PIECE, segment.numel))
+        for index, segment in enumerate(segments)
+        for start in range(0, segment.numel, PIECE)
+    ]
+
+    def update(piece: tuple[int, int, int]) -> Measure | None:
+        index, start, stop = piece
+        segment = segments[index]
+        with torch.no_grad():
+            if isinstance(segment, Segment):
+                return updater.run([segment.part(start, stop)], measure, num_threads=1)[0]
+            decoded = segment.decoded(start, stop)
+            result = updater.run([decoded], measure, num_threads=1)[0]
+            for moment, stored in zip(segment.moments, decoded.states, strict=True):
+                moment.encode_(start, stored.codes)
+            return result
+
+    with ThreadPoolExecutor(updater.num_threads, thread_name_prefix="megatrain-lossless") as pool:
+        results = list(pool.map(update, pieces))
+    if not measure:
+        return [None] * len(segments)
+    sums = [Measure(0.0, 0.0)] * len(segments)
+    for (index, _, _), result in zip(pieces, results, strict=True):
+        assert result is not None
+        before = sums[index]
+        sums[index] = Measure(
+            before.change_squares + result.change_squares, before.weight_squares + result.weight_squares
+        )
+    return list(sums)
