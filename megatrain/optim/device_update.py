@@ -1,0 +1,249 @@
+"""Runs updates on a device: of segments that lie there, or of segments in host memory that stream through it.
+
+The update is the Triton kernel's, or where there is none (no Triton, a rule that it does not know) the definition in
+PyTorch, a piece at a time.
+
+Streamed, a segment goes in pieces through two sets of staging memory, each with its own stream: up, updated, and all
+but the gradient down again. While one set's piece comes up, the other's is updated or goes down, so both directions of
+the link are busy.
+
+Rule: the same bits as on the CPU, whatever the pieces. (A measure may differ in its last bits: sums in another order.)
+
+What it gives up: staging memory is kept for the next run, and is as large as the largest piece so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatrain.base.errors import UserError
+from megatrain.optim import definition, rules
+from megatrain.optim.formula import SGDScalars
+from megatrain.optim.segment import Segment
+from megatrain.optim.update import Measure
+from megatrain.spec.formats import BLOCK
+from megatrain.store.codecs import Stored
+
+log = logging.getLogger(__name__)
+
+TORCH_PIECE = 1 << 20
+"""Parameters that the definition works on at a time, with about 100 bytes of temporaries each."""
+STAGING_BYTES = 128 << 20
+"""Of each of the two staging sets, at most. Then every copy of a piece is long enough for the link's full speed."""
+_ALIGNMENT_BYTES = 256
+
+
+class DeviceUpdater:
+    """Applies update rules to segments on one device. `run` may be called from several threads at once, `run_streamed`
+    from one at a time."""
+
+    def __init__(self, device: torch.device | str, kernel: str = "auto") -> None:
+        """kernel: "auto" (the Triton kernel on CUDA, or PyTorch where that does not run), "triton" or "torch".
+
+        Raises UserError when kernel is something else, or "triton" where it does not run.
+        """
+        self.device = torch.device(device)
+        self._kernel = _find_kernel(self.device, kernel)
+        self._staging: tuple[_Staging, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """What runs the updates: "triton" or "torch"."""
+        return "torch" if self._kernel is None else "triton"
+
+    def run(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
+        """Enqueue the update of segments that lie on the device on the current stream.
+
+        Returns for each its Measure, which waits for the updates, or None without `measure`.
+        """
+        with torch.no_grad(), _on(self.device):
+            sums = [self._enqueue(segment, measure) for segment in segments]
+        return [_measure(of_segment) if measure else None for of_segment in sums]
+
+    def run_streamed(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
+        """Update segments that lie in host memory, and return when the results are there. As `run` otherwise.
+
+        What was to be written to them before must be there already: no stream is waited for. From memory that is not
+        page-locked the copies are several times slower.
+        """
+        pieces = [(index, piece) for index, segment in enumerate(segments) for piece in _staging_pieces(segment)]
+        sums: list[list[Tensor]] = [[] for _ in segments]
+        with torch.no_grad(), _on(self.device):
+            staging = self._staging_for(max((_staged_bytes(piece) for _, piece in pieces), default=0))
+            try:
+                for number, (index, piece) in enumerate(pieces):
+                    sums[index] += staging[number % 2].update(piece, lambda staged: self._enqueue(staged, measure))
+            finally:
+                for one in staging:
+                    one.synchronize()
+        return [_measure(of_segment) if measure else None for of_segment in sums]
+
+    def _enqueue(self, segment: Segment, measure: bool) -> list[Tensor]:
+        """Update on the current stream, in pieces. Returns, with `measure`, (2,) fp64 for each."""
+        if self._kernel is not None and self._kernel.knows(segment):
+            update_, piece_numel = self._kernel.update_, self._kernel.MAX_NUMEL
+        else:
+            update_, piece_numel = _update_by_definition, TORCH_PIECE
+        sums = [update_(piece, measure) for piece in _pieces(segment, piece_numel)]
+        return [pair for pair in sums if pair is not None]
+
+    def _staging_for(self, num_bytes: int) -> tuple[_Staging, ...]:
+        """Two sets of at least so many bytes each."""
+        if not self._staging or self._staging[0].memory.numel() < num_bytes:
+            self._staging = ()  # first let go of the old ones
+            self._staging = (_Staging(num_bytes, self.device), _Staging(num_bytes, self.device))
+        return self._staging
+
+
+class _Staging:
+    """Memory on the device for one piece of a segment from the host, and the stream that everything with it is on."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Allocated on its stream, so that it waits for no other's work with memory that is free again.
+        with self._on_stream():
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def update(self, piece: Segment, enqueue: Callable[[Segment], list[Tensor]]) -> list[Tensor]:
+        """Enqueue the way of `piece` up, its update and its way down. Returns what `enqueue` does."""
+        with self._on_stream():
+            staged = self._stage(piece)
+            for host, device in zip(_tensors(piece), _tensors(staged), strict=True):
+                device.copy_(host, non_blocking=True)
+            sums = enqueue(staged)
+            for host, device in zip(_tensors(piece), _tensors(staged), strict=True):
+                if host is not piece.grad:
+                    host.copy_(device, non_blocking=True)
+        return sums
+
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _stage(self, piece: Segment) -> Segment:
+        """A segment in this memory with the shapes of `piece`."""
+        start_bytes = 0
+
+        def place(tensor: Tensor) -> Tensor:
+            nonlocal start_bytes
+            placed = self.memory[start_bytes : start_bytes + tensor.nbytes].view(tensor.dtype)
+            start_bytes += _round_up(tensor.nbytes)
+            return placed
+
+        return _with_tensors(piece, place)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _tensors(segment: Segment) -> list[Tensor]:
+    """All tensors of a segment, always in one order."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _with_tensors(segment, add)
+    return found
+
+
+def _with_tensors(segment: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
+    """The segment with `change(tensor)` in place of each of its tensors."""
+    ema = segment.ema
+    return dataclasses.replace(
+        segment,
+        weights=change(segment.weights),
+        low=None if segment.low is None else change(segment.low),
+        grad=change(segment.grad),
+        states=tuple(Stored(stored.format, *map(change, stored.tensors)) for stored in segment.states),
+        ema=None if ema is None else dataclasses.replace(ema, average=change(ema.average)),
+    )
+
+
+def _pieces(segment: Segment, numel: int) -> Iterator[Segment]:
+    """Parts of at most `numel` parameters, a multiple of BLOCK; none of an empty segment."""
+    for start in range(0, segment.numel, numel):
+        yield segment.part(start, min(start + numel, segment.numel))
+
+
+def _staging_pieces(segment: Segment) -> Iterator[Segment]:
+    """Parts that fit in STAGING_BYTES."""
+    tensors = _tensors(segment)
+    block_bytes = sum(tensor.nbytes for tensor in _tensors(segment.part(0, BLOCK)))
+    num_blocks = (STAGING_BYTES - _ALIGNMENT_BYTES * len(tensors)) // max(1, block_bytes)
+    return _pieces(segment, BLOCK * max(1, num_blocks))
+
+
+def _staged_bytes(piece: Segment) -> int:
+    return sum(_round_up(tensor.nbytes) for tensor in _tensors(piece))
+
+
+def _round_up(num_bytes: int) -> int:
+    """So that every tensor in staging memory is aligned for the widest loads."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _update_by_definition(piece: Segment, measure: bool) -> Tensor | None:
+    sums = definition.update_(piece, measure)
+    return None if sums is None else torch.tensor(sums, dtype=torch.float64)
+
+
+def _measure(sums: Sequence[Tensor]) -> Measure:
+    """Of a segment, from the sums of its pieces in order."""
+    pairs = [pair.tolist() for pair in sums]
+    return Measure(sum((change for change, _ in pairs), 0.0), sum((weight for _, weight in pairs), 0.0))
+
+
+def _find_kernel(device: torch.device, name: str) -> ModuleType | None:
+    """The kernel's module for DeviceUpdater's argument; None stands for PyTorch."""
+    if name not in ("auto", "triton", "torch"):
+        raise UserError(f'device kernel {name!r}: use "auto", "triton" or "torch"')
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return None
+    try:
+        return _load_kernel(device)
+    except Exception as error:  # Triton calls a C compiler, PTX assembler and driver, and raises what they do
+        reason = f"{type(error).__name__}: {error}"
+    if name == "triton":
+        raise UserError(
+            f"the Triton kernel was asked for but does not run on {device} ({reason}): install PyTorch for CUDA and a "
+            'C compiler, or use "auto"'
+        )
+    log.warning(
+        "The Triton kernel of the update does not run on %s (%s). Updates there run in PyTorch, several times slower, "
+        "with the same results; PyTorch for CUDA and a C compiler bring the kernel.",
+        device,
+        reason,
+    )
+    return None
+
+
+def _load_kernel(device: torch.device) -> ModuleType:
+    """The kernel's module, after a first update of one number. Raises whatever goes wrong."""
+    import triton  # noqa: F401
+
+    from megatrain.optim import device_kernel
+
+    if device.type != "cuda" and not device_kernel.is_interpreted():
+        raise RuntimeError("Triton runs on CUDA devices alone")
+    one = torch.ones(1, device=device)
+    scalars = SGDScalars.at(lr=0.5, weight_decay=0.0)
+    with _on(device):
+        device_kernel.update_(Segment(rule=rules.SGD, scalars=scalars, weights=one, grad=one.clone()), measure=False)
+    if one.item() != 0.5:
+        raise RuntimeError(f"its first update gave {one.item()} instead of 0.5")
+    return device_kernel
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
