@@ -344,6 +344,23 @@ def test_copies_and_updates_that_overlap_do_not_mix(
         assert_same_bits(segment, truth)
 
 
+@needs_cuda
+def test_run_streamed_is_behind_the_current_stream() -> None:
+    """Gradients that a fence of the current stream stands for are still on their way home."""
+    segment = with_tensors(make_segment(0, 100_000), Tensor.pin_memory)
+    expected, gradient, updater = by_the_definition(segment), segment.grad.cuda(), DeviceUpdater("cuda")
+    segment.grad.zero_()
+    drain, lane = torch.cuda.Stream(), torch.cuda.Stream()
+    drain.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(drain):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        segment.grad.copy_(gradient, non_blocking=True)
+    lane.wait_stream(drain)
+    with torch.cuda.stream(lane):
+        updater.run_streamed([segment])
+    assert_same_bits(segment, expected)
+
+
 # --- which path ---
 
 

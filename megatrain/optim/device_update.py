@@ -68,14 +68,16 @@ class DeviceUpdater:
         return [_measure(of_segment) if measure else None for of_segment in sums]
 
     def run_streamed(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
-        """Update segments that lie in host memory, and return when the results are there. As `run` otherwise.
-
-        What was to be written to them before must be there already: no stream is waited for. From memory that is not
-        page-locked the copies are several times slower.
+        """Update segments that lie in host memory, behind everything on the current stream, and return when the results
+        are there. As `run` otherwise. From memory that is not page-locked the copies are several times slower.
         """
         pieces = [(index, piece) for index, segment in enumerate(segments) for piece in _staging_pieces(segment)]
         sums: list[list[Tensor]] = [[] for _ in segments]
         with torch.no_grad(), _on(self.device):
+            if self.device.type == "cuda":
+                # Gradients may be on their way home. The host waits, and not only the staging streams: a copy from
+                # memory that is not page-locked may read it when it is enqueued.
+                torch.cuda.current_stream().synchronize()
             staging = self._staging_for(max((_staged_bytes(piece) for _, piece in pieces), default=0))
             try:
                 for number, (index, piece) in enumerate(pieces):
