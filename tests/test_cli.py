@@ -156,7 +156,7 @@ def test_a_run_learns_says_so_and_saves_what_plain_transformers_loads(
     assert after < before / 2
     assert f"{before:.4f} -> {after:.4f}" in out
     assert re.search(r"step 4/48  loss [\d.]+  \S+ tokens/s  \S+ TFLOPS  stall \d+%", out)
-    assert re.search(r"step 24: held-out loss", out)
+    assert re.search(r"step 24/48  held-out loss", out)
     assert "warning" not in out
     assert f"from local folder {tmp_path}/model" in out
     first_sample, last_sample = re.findall(r"sample (?:before|after): hello 1\n    (.*)\n", out)
@@ -174,6 +174,14 @@ def test_a_run_learns_says_so_and_saves_what_plain_transformers_loads(
         data_collator=datasets.collator,
     )
     assert plain.evaluate()["eval_loss"] == pytest.approx(after, abs=6e-5)  # printed with four digits
+
+
+def test_a_run_shorter_than_its_log_interval_tells_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, training={"max_steps": 2, "logging_steps": 500}, sample={"prompts": []})
+    code, out, _ = command(capsys, "train", recipe)
+    assert code == 0
+    (logged,) = re.findall(r"step 2/2  loss ([\d.]+)", out)
+    assert re.search(rf"last training loss +{logged}\b", out)
 
 
 def test_tokens_are_counted_without_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def test_without_a_terminal_each_log_is_a_line() -> None:
     assert file.getvalue().splitlines() == [
         "step 1/2  loss 2.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  2.0 s left",
         "step 2/2  loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  0.0 s left",
-        "step 2: held-out loss 1.5000",
+        "step 2/2  held-out loss 1.5000",
         "afterwards",
     ]
 
@@ -121,6 +121,20 @@ def test_the_first_step_tells_how_long_the_run_will_take_when_its_log_is_far_off
             counters.seconds += 20.0
             display.on_step_end(None, state, control)
     assert file.getvalue() == "step 5/8  20.0 s for the first step  about 1 min 00 s left\n"
+
+
+def test_the_last_step_is_logged_whatever_the_interval() -> None:
+    meter = Counters().meter()
+    display = ProgressDisplay(make_console(io.StringIO()), meter)
+    state, control = SimpleNamespace(global_step=0, max_steps=2), SimpleNamespace(should_log=False)
+    display.on_train_begin(None, state, None)
+    for step, is_last in ((1, False), (2, True)):
+        state.global_step = step
+        display.on_step_end(None, state, control)
+        assert control.should_log is is_last
+    assert display.last_loss is None
+    display.on_log(None, state, None, {"loss": "0.5"})
+    assert display.last_loss == 0.5
 
 
 def test_a_terminal_gets_a_bar_that_ends_with_the_training() -> None:

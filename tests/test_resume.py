@@ -108,6 +108,18 @@ def test_true_goes_on_from_the_last_one_and_a_rehearsal_names_it(
     assert (tmp_path / "out" / "checkpoint-6").is_dir()
 
 
+def test_the_same_shares_of_the_run_draw_no_warning(tmp_path: Path) -> None:
+    shares = {"save_steps": 0.5, "eval_steps": 0.3, "logging_steps": 0.25, "eval_strategy": "steps"}
+    recipe = write_recipe(tmp_path, training={**SAVING, **shares}, sample={"prompts": []})
+    for more, num_logs in ([], 4), ([f"{KEY}={tmp_path}/out/checkpoint-2", "output.overwrite=true"], 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatrain.cli", "train", str(recipe), *more], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("/4  loss ") == num_logs
+        assert "step 4/4  held-out loss" in done.stdout and "step 3/4  held-out" not in done.stdout
+
+
 def test_ctrl_c_prints_a_command_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, training={**SAVING, "logging_steps": 1}, sample={"prompts": []})
     arguments = ["train", str(recipe), "training.max_steps=1000000", "training.save_total_limit=2"]

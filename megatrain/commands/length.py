@@ -1,6 +1,6 @@
 """How long a run is, as transformers counts it: steps, epochs, evaluations, checkpoints.
 
-Pure: from arguments and counts of rows and tokens.
+From arguments and counts of rows and tokens; no model is asked.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ class RunLength:
             num_epochs=num_steps / steps_per_epoch,
             tokens_per_step=num_tokens / num_rows * min(rows_per_step, num_rows),
         )
+
+    def settle_intervals(self, arguments: TrainingArguments) -> None:
+        """Make steps of intervals that are shares of the run, as transformers does when it trains.
+
+        It keeps the steps in checkpoints, and would warn that the same recipe's share differs from them.
+        """
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            every = getattr(arguments, name)
+            if every is not None and 0 < every < 1:
+                setattr(arguments, name, math.ceil(every * self.num_steps))
 
     def num_evals(self, arguments: TrainingArguments) -> int:
         """Evaluations during the training."""

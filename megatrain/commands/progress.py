@@ -120,7 +120,8 @@ class ProgressDisplay(TrainerCallback):
     def __init__(self, console: Console, meter: SpeedMeter) -> None:
         self._console, self._meter = console, meter
         self._progress: Progress | None = None
-        self._loss = ""
+        self.last_loss: float | None = None
+        """Of training: mean over the micro-batches since the log before."""
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -139,26 +140,24 @@ class ProgressDisplay(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.step()
         self._refresh(state)
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # however short the run is: its last loss is told
         is_first = self._meter.total().num_steps == 1
         if is_first and self._progress is None and not control.should_log:
             # The first log may be far off. The first step is slower than the others: it learns the order of the layers.
-            self._console.print(
-                f"step {state.global_step}/{state.max_steps}  {format_seconds(self._seconds_a_step())} for the first "
-                f"step  about {self._left(state)}"
-            )
+            seconds = format_seconds(self._seconds_a_step())
+            self._console.print(f"{_step(state)}  {seconds} for the first step  about {self._left(state)}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "eval_loss" in logs and state.global_step:
-            self._console.print(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
+            self._console.print(f"{_step(state)}  held-out loss {logs['eval_loss']:.4f}")
         if "loss" not in logs:
             return
-        self._loss = f"loss {float(logs['loss']):.4f}  "
+        self.last_loss = float(logs["loss"])
         if self._progress is not None:
             self._refresh(state)
             return
-        self._console.print(
-            f"step {state.global_step}/{state.max_steps}  {self._loss}{self._meter.recent()}  {self._left(state)}"
-        )
+        self._console.print(f"{_step(state)}  {self._figures(state)}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()
@@ -170,8 +169,11 @@ class ProgressDisplay(TrainerCallback):
 
     def _refresh(self, state: Any) -> None:
         if self._progress is not None:
-            figures = f"{self._loss}{self._meter.recent()}  {self._left(state)}"
-            self._progress.update(self._task, completed=state.global_step, figures=figures)
+            self._progress.update(self._task, completed=state.global_step, figures=self._figures(state))
+
+    def _figures(self, state: Any) -> str:
+        loss = "" if self.last_loss is None else f"loss {self.last_loss:.4f}  "
+        return f"{loss}{self._meter.recent()}  {self._left(state)}"
 
     def _left(self, state: Any) -> str:
         return f"{format_seconds(self._seconds_a_step() * (state.max_steps - state.global_step))} left"
@@ -179,6 +181,10 @@ class ProgressDisplay(TrainerCallback):
     def _seconds_a_step(self) -> float:
         recent = self._meter.recent()
         return recent.seconds / max(recent.num_steps, 1)
+
+
+def _step(state: Any) -> str:
+    return f"step {state.global_step}/{state.max_steps}"
 
 
 def _bar(console: Console) -> Progress:

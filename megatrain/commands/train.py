@@ -64,6 +64,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
     ingredients = prepare(recipe, console)
     report = ingredients.datasets.report.train
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
+    length.settle_intervals(arguments)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
     check_place(recipe.output_dir, "output.dir")
     num_steps_done = 0
@@ -88,6 +89,8 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
         loss_after = _held_out_loss(trainer, console, "after")
         print_samples(ingredients, recipe.sample, console, "after")
     rows = _speed_rows(meter.total(), is_part=checkpoint is not None)
+    if display.last_loss is not None:
+        rows["last training loss"] = f"{display.last_loss:.4f}"
     _print_summary(console, recipe, rows, loss_before, loss_after)
 
 
