@@ -54,8 +54,8 @@ def init(
         offload_dir: folder for homes that do not fit in memory; its files vanish with the process.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
         max_ram_gb: host memory for homes at most, in GB (1e9 bytes).
-        optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True or
-            "4bit" (about 1 byte a parameter instead of 8), "8bit", "bf16". See docs/compression.md.
+        optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True
+            or "4bit" (about 1 byte a parameter instead of 8), "8bit", "bf16". See docs/compression.md.
         precision: "fp32" (fp32 throughout, TF32 off), "bf16" (bf16 compute, exact fp32 master), or None: bf16 when
             TrainingArguments.bf16 is set or the model was loaded in bf16, else fp32.
         device: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one.
@@ -190,7 +190,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     if engine.config.clip == "layer":
         raise UserError(
             'clip="layer" clips in the backward, by the norm of each layer: give max_norm to the optimizer, '
-            "mt.optim.AdamW(model, max_norm=1.0), or say mt.init(clip=\"global\")"
+            'mt.optim.AdamW(model, max_norm=1.0), or say mt.init(clip="global")'
         )
     if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
         raise UserError(f"max_norm={max_norm!r} must be a number and not negative")
@@ -309,4 +309,3 @@ def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:
     if precision == "fp32":
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-

@@ -13,9 +13,12 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import engine_of
 from megatrain.plan.flops import counted_flops, model_work, published_flops
-from megatrain.plan.rows import activation_bytes, check_device_memory, memory_rows
+from megatrain.plan.placement import CPU, HBM, place_homes, state_bytes
+from megatrain.plan.rows import Placement, activation_bytes, check_device_memory, memory_rows, plan_placement
 from megatrain.spec.discover import find_layers
-from megatrain.spec.homes import plan_homes
+from megatrain.spec.homes import Formats, HomePlan, plan_homes
+
+FP32 = Formats(precision="fp32", master="fp32")
 
 
 def tiny_llama(**changes) -> LlamaForCausalLM:
@@ -24,17 +27,23 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
 
 
+def plans_of(model: nn.Module, formats: Formats = FP32) -> list[HomePlan]:
+    return plan_homes(model, find_layers(model), formats)
+
+
+def placed(model: nn.Module, config: Config, options: StreamOptions, device_bytes: int | None) -> Placement:
+    trainable = {id(parameter) for parameter in model.parameters()}
+    return plan_placement(plans_of(model), trainable, config, options, device_bytes)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_rows_are_what_is_allocated(precision: str) -> None:
     model = tiny_llama()
-    trainable = {id(parameter) for parameter in model.parameters()}
-    plans = plan_homes(model, find_layers(model), precision)
-    options = StreamOptions()
-    rows = {row.name: row.num_bytes for row in memory_rows(plans, trainable, options)}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     mt.init(device="cpu", precision=precision)
-    stream(model, options=options)
+    stream(model)
     engine = engine_of(model)
+    rows = {row.name: row.num_bytes for row in memory_rows(engine.placement)}
     wire = sum(field.wire_bytes for home in engine.homes for field in home.fields)
     assert rows["compute weights (cross the link)"] == wire == num_parameters * (2 if precision == "bf16" else 4)
     assert rows.get("low halves of fp32 masters", 0) == (2 * num_parameters if precision == "bf16" else 0)
@@ -51,11 +60,12 @@ def test_rows_are_what_is_allocated(precision: str) -> None:
 
 
 def test_slots_shrink_to_the_limit_before_it_is_refused() -> None:
-    plans = plan_homes(model := tiny_llama(), find_layers(model), "fp32")
+    plans = plans_of(model := tiny_llama())
     block = max(sum(field.wire_bytes for field in plan.fields) for plan in plans if "layers" in plan.name)
     generous = check_device_memory(plans, Config(max_vram_gb=1), StreamOptions())
     assert generous.num_slots == 3
-    needed = sum(r.num_bytes for r in memory_rows(plans, set(), StreamOptions(num_slots=1)) if r.tier == "hbm")
+    one_slot = placed(model, Config(), StreamOptions(num_slots=1), None)
+    needed = sum(row.num_bytes for row in memory_rows(one_slot) if row.tier == "hbm")
     tight = check_device_memory(plans, Config(max_vram_gb=(needed + block) / 1e9), StreamOptions())
     assert tight.num_slots < 3
     with pytest.raises(UserError, match=r"max_vram_gb=1e-06 is too small for one layer: .* need .* GB"):
@@ -63,11 +73,73 @@ def test_slots_shrink_to_the_limit_before_it_is_refused() -> None:
 
 
 def test_activation_budget_is_what_is_left() -> None:
-    plans = plan_homes(model := tiny_llama(), find_layers(model), "fp32")
-    assert activation_bytes(plans, None, StreamOptions()) > 10**15
-    assert activation_bytes(plans, 0, StreamOptions()) == 0
-    assert activation_bytes(plans, 10**9, StreamOptions(activation_bytes=5)) == 5
-    assert 0 < activation_bytes(plans, 10**9, StreamOptions()) < 10**9
+    def budget(device_bytes: int | None, activations: int | None = None, **settings: object) -> int:
+        options = StreamOptions(activation_bytes=activations)
+        return activation_bytes(placed(tiny_llama(), Config(**settings), options, device_bytes), device_bytes)
+
+    assert budget(None) > 10**15
+    assert budget(0) == 0
+    assert budget(10**9, 5) == 5
+    assert 0 < budget(10**9) < 10**9
+    assert budget(10**9) < budget(10**9, hbm_home_gb=0)
+
+
+# Places
+
+
+def test_the_first_homes_of_the_forward_live_on_the_device() -> None:
+    model = tiny_llama(num_hidden_layers=6)
+    plans = plans_of(model)
+    trainable = {id(parameter) for parameter in model.parameters()}
+    per_block = state_bytes(plans[1], trainable, "fp32")
+    assert per_block >= 16 * sum(field.numel for field in plans[1].fields)
+    budget = state_bytes(plans[0], trainable, "fp32") + 2 * per_block
+    config = Config(hbm_home_gb=(budget + 10) / 1e9)
+    places = place_homes(plans, trainable, config, StreamOptions(), 10**9)
+    assert [places[plan] for plan in plans[:4]] == [HBM, HBM, HBM, CPU]
+    assert places[plans[-1]] == CPU, "what is resident anyway stays"
+    placement = placed(model, config, StreamOptions(), 10**9)
+    rows = {row.name: row.num_bytes for row in memory_rows(placement)}
+    assert 0 < rows["layers that live on the device"] <= budget + 10
+    # Only what lives in host memory is counted there.
+    left = sum(field.numel for plan in placement.in_ram for field in plan.fields)
+    assert rows["moments, fp32"] == 8 * left
+
+
+def test_nothing_is_placed_on_a_device_that_is_the_host() -> None:
+    plans = plans_of(model := tiny_llama())
+    trainable = {id(parameter) for parameter in model.parameters()}
+    assert set(place_homes(plans, trainable, Config(), StreamOptions(), None).values()) == {CPU}
+    lossless = Config(optimizer_compression="lossless")
+    assert set(place_homes(plans, trainable, lossless, StreamOptions(), 10**9).values()) == {CPU}
+
+
+@pytest.mark.parametrize(
+    ("places", "config", "message"),
+    [
+        ({"model.layers.7": "hbm"}, {}, "there is no home 'model.layers.7'"),
+        ("gpu", {}, "'gpu' of .* is not known"),
+        ("hbm", {"optimizer_compression": "lossless"}, "coded on the CPU"),
+        (None, {"hbm_home_gb": 2}, "hbm_home_gb=2 is more than the 1 GB"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(places: object, config: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        place_homes(plans_of(tiny_llama()), set(), Config(**config), StreamOptions(places=places), 10**9)
+
+
+def test_gradients_that_are_not_kept_take_a_ring() -> None:
+    kept, ring = (
+        {row.name: row.num_bytes for row in memory_rows(placed(tiny_llama(), Config(clip=clip), StreamOptions(), None))}
+        for clip in ("global", "layer")
+    )
+    largest = max(sum(field.numel for field in plan.fields) for plan in plans_of(tiny_llama()))
+    assert "gradients, kept for the exact norm" not in ring
+    assert ring["gradients on their way"] == 3 * 4 * largest
+    assert kept["moments, fp32"] == ring["moments, fp32"]
+
+
+# FLOPs
 
 
 def test_counts_of_a_dense_model() -> None:

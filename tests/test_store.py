@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatrain.base.config import MASTERS
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.spec.discover import find_layers
-from megatrain.spec.homes import plan_homes
+from megatrain.spec.homes import Formats, plan_homes
 from megatrain.store.home import Home
 from megatrain.store.memory import PAGE_BYTES, HostMemory
 
@@ -23,7 +24,8 @@ class Blocks(nn.Module):
 
 def make_homes(model: nn.Module, precision: str) -> list[Home]:
     memory = HostMemory(max_bytes=None, offload_dir=None, pin=False)
-    plans = plan_homes(model, find_layers(model), precision)
+    formats = Formats(precision=precision, master=MASTERS[precision][0])
+    plans = plan_homes(model, find_layers(model), formats)
     return [Home(plan.name, plan.fields, memory, plan.grad_dtype) for plan in plans]
 
 

@@ -36,7 +36,8 @@ class Config:
     """Host memory for homes, in GB (1e9 bytes). None: what is free."""
 
     optimizer_compression: bool | str = False
-    """Format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True or "4bit", "8bit", "bf16"."""
+    """Format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True (which is "4bit"), "4bit",
+    "8bit", "bf16"."""
 
     precision: str | None = None
     """"fp32", "bf16", or None: taken from the model's dtype and TrainingArguments.bf16."""

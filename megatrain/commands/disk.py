@@ -32,9 +32,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
-def disk_rows(
-    model: nn.Module, arguments: TrainingArguments, length: RunLength, moments: str
-) -> dict[str, int]:
+def disk_rows(model: nn.Module, arguments: TrainingArguments, length: RunLength, moments: str) -> dict[str, int]:
     """Bytes by name of what the run has on the disk at its fullest. Shapes only: the model may be streamed.
 
     moments: name of their format.

@@ -141,7 +141,7 @@ class Engine:
 
     @property
     def precision(self) -> str:
-        """"fp32" or "bf16": what layers compute in."""
+        """ "fp32" or "bf16": what layers compute in."""
         return self.formats.precision
 
     # The three hops: a layer's call, its visit, its backward.
@@ -208,9 +208,7 @@ class Engine:
         input_grads = call.passed_on(grads)
         if input_grads is None:
             with self.visit(call.layer) as params:
-                input_grads, param_grads = call.backward(
-                    params, tensors, grads, wants_weights=wants_weights
-                )
+                input_grads, param_grads = call.backward(params, tensors, grads, wants_weights=wants_weights)
             self.passes.add(call.layer.home, param_grads)
         if wants_weights or not call.trained:
             self.passes.settle(call.layer.home, call.use)
@@ -244,11 +242,13 @@ class Engine:
             return
         consume = None if self.consumer is None else self.consumer()
         if consume is None:
-            raise UserError('clip="layer" updates in the backward: make the optimizer before it (mt.optim.AdamW(model))')
+            raise UserError(
+                'clip="layer" updates in the backward: make the optimizer before it (mt.optim.AdamW(model))'
+            )
         if home in self._consumed:
             raise UserError(
-                'clip="layer" updates in the backward, and there was one in this step already: run all micro-batches of '
-                "a step in one mt.accumulate, and call optimizer.step() after it"
+                'clip="layer" updates in the backward, and there was one in this step already: run all micro-batches '
+                "of a step in one mt.accumulate, and call optimizer.step() after it"
             )
         self._consumed.add(home)
         self.transport.drain(home, packet)
@@ -377,4 +377,3 @@ class Engine:
                     f"{layer.name} got a tensor on {tensor.device}, and layers run on {self.device}: "
                     "move the batch with .to(model.device)"
                 )
-

@@ -8,9 +8,9 @@ from megatrain.spec.homes import Formats
 MASTERS = {
     "fp32": "fp32 throughout (TF32 off)",
     "split": "bf16 compute, exact fp32 master (split 16+16 bits)",
-    "bf16": "bf16 compute, LOSSY bf16 master (stochastic rounding; exact: master=\"split\")",
+    "bf16": 'bf16 compute, LOSSY bf16 master (stochastic rounding; exact: master="split")',
 }
-_ALTERNATIVE = "exact: optimizer_compression=False, or \"lossless\""
+_ALTERNATIVE = 'exact: optimizer_compression=False, or "lossless"'
 MOMENTS = {
     "fp32": "exact fp32 moments",
     "lossless": "exact moments (fp32, losslessly coded)",

@@ -34,9 +34,7 @@ def make_transport(
     return LaneStream(streamed, block_bytes, device, options, rings)
 
 
-def _rings(
-    homes: list[Home], memory: HostMemory, device: torch.device, options: StreamOptions
-) -> dict[str, SlabRing]:
+def _rings(homes: list[Home], memory: HostMemory, device: torch.device, options: StreamOptions) -> dict[str, SlabRing]:
     rings = {}
     for kind, source in ((memory.device.type, memory), (device.type, DeviceMemory(device))):
         sizes = [

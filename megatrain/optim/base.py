@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.base.errors import NonFiniteError, UserError
-from megatrain.execute.engine import Engine, engine_of
+from megatrain.base.errors import UserError
+from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import checks, states
 from megatrain.optim.lossless_update import LosslessSegment
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Ema, Segment
+from megatrain.optim.skipped import SkippedSteps
 from megatrain.optim.update import Measure
 from megatrain.optim.updaters import Updaters
 from megatrain.spec.layout import Field
@@ -76,28 +76,23 @@ class HomeOptimizer(torch.optim.Optimizer):
         checks.refuse_torch_options(type(self).__name__, torch_options)
         checks.check_options(max_norm, ema_decay, seed, max_skipped_steps)
         self.max_norm, self.ema_decay, self.seed = max_norm, ema_decay, seed
-        self.max_skipped_steps = max_skipped_steps
-        self.step_was_skipped = False
-        """Whether the last step was skipped for gradients that were not finite. Schedules should pause with it."""
-        self.num_skipped_steps = 0
-        self._num_skipped_in_row = 0
-        self._bad_layers: dict[int, str] = {}
-        self._bad_lock = threading.Lock()
+        self._skips = SkippedSteps(max_skipped_steps)
         self._engine: Engine | None = None
         self._members: dict[Home, list[tuple[HomeParameter, int]]] = {}
         self._rules: dict[HomeParameter, Rule] = {}
         self._order: dict[HomeParameter, int] = {}
         self._lent: list[weakref.ref[torch.Tensor]] = []
-        super().__init__(_parameters(params), defaults)
+        super().__init__(checks.trainable(params), defaults)
         engine = self._engine
         if engine is None:
             raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
         self._updaters = Updaters(engine.device, num_threads, kernel)
         if engine.config.clip == "layer":
-            _become_consumer(engine, self)
+            checks.check_single_consumer(engine)
+            engine.consumer = weakref.WeakMethod(self._consume)
         elif max_norm is not None:
             raise UserError(
-                'max_norm is for clip="layer"; with clip="global" call mt.clip_grad_norm_(model, max_norm) before step()'
+                'max_norm is for clip="layer"; with clip="global" call mt.clip_grad_norm_(model, max_norm) instead'
             )
 
     # What a rule says.
@@ -113,6 +108,16 @@ class HomeOptimizer(torch.optim.Optimizer):
     def check_group(self, group: Group) -> None:
         """Raise UserError for numbers that cannot work."""
         raise NotImplementedError
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped for gradients that were not finite. Schedules should pause with it."""
+        return self._skips.was_skipped
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps that were skipped so far."""
+        return self._skips.num_skipped
 
     # What a torch.optim.Optimizer does.
 
@@ -142,9 +147,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         assert engine is not None
         engine.transport.flush()
         if engine.config.clip == "layer":
-            self._judge(self._bad_layers.pop(engine.num_steps - 1, None))
+            self._skips.judge(self._skips.noted(engine.num_steps - 1), "its update was left out")
         else:
-            self._judge(self._first_bad_layer(engine))
+            self._skips.judge(self._first_bad_layer(engine), "the step is skipped")
             if not self.step_was_skipped:
                 for home in self._homes_in_order(engine):
                     self._update(engine, home)
@@ -222,8 +227,8 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Within the block the model's weights are their moving average: to evaluate or to save. After it they are again
-        what they were, bit for bit. Takes another copy of the weights meanwhile; do not train in it.
+        """Within the block the model's weights are their moving average: to evaluate or to save. After it they are
+        again what they were, bit for bit. Takes another copy of the weights meanwhile; do not train in it.
 
         Raises UserError without `ema_decay`.
         """
@@ -283,8 +288,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             engine.report_norm(home, norm)
             try:
                 if not math.isfinite(norm):
-                    with self._bad_lock:
-                        self._bad_layers.setdefault(step, home.name)
+                    self._skips.note(step, home.name)
                     return
                 clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
                 self._run(engine, home, self._work(home, groups, clip), measures)
@@ -353,11 +357,15 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def _run(self, engine: Engine, home: Home, work: Sequence[Work], measures: bool) -> None:
         """On the home's update lane."""
-        results: Sequence[Measure | None] = self._updaters.run(home.place, work, measures)
+        results = self._apply(home, work, measures)
         if measures:
             change = sum(result.change_squares for result in results if result is not None)
             weight = sum(result.weight_squares for result in results if result is not None)
             engine.report_update(home, (change / weight) ** 0.5 if weight else 0.0)
+
+    def _apply(self, home: Home, work: Sequence[Work], measure: bool) -> Sequence[Measure | None]:
+        """Run the updates of a home."""
+        return self._updaters.run(home.place, work, measure)
 
     # Gradients that are not finite.
 
@@ -369,25 +377,6 @@ class HomeOptimizer(torch.optim.Optimizer):
             if not all(math.isfinite(norm) for field, norm in norms.items() if field in mine):
                 return home.name
         return None
-
-    def _judge(self, bad_layer: str | None) -> None:
-        self.step_was_skipped = bad_layer is not None
-        if bad_layer is None:
-            self._num_skipped_in_row = 0
-            return
-        self.num_skipped_steps += 1
-        self._num_skipped_in_row += 1
-        if self._num_skipped_in_row > self.max_skipped_steps:
-            raise NonFiniteError(
-                f"gradients were not finite in {self._num_skipped_in_row} steps in a row, this time first in "
-                f"{bad_layer!r}: lower the learning rate, look at the data of these steps, or raise "
-                f"max_skipped_steps={self.max_skipped_steps} of the optimizer. The weights took nothing from them"
-            )
-        what = "this layer's update was left out" if self._engine_clips_layers() else "the step is skipped"
-        logger.warning("gradients of %r are not finite: %s (%d so far)", bad_layer, what, self.num_skipped_steps)
-
-    def _engine_clips_layers(self) -> bool:
-        return self._engine is not None and self._engine.config.clip == "layer"
 
     def _wait(self) -> None:
         assert self._engine is not None
@@ -407,21 +396,3 @@ class HomeOptimizer(torch.optim.Optimizer):
             members = self._members.setdefault(home, [])
             members += [(parameter, len(self.param_groups) - 1) for parameter in rules]
         self._order.update((p, len(self._order) + i) for i, p in enumerate(group["params"]))
-
-
-def _parameters(params: Any) -> Any:
-    if not isinstance(params, nn.Module):
-        return params
-    if engine_of(params) is None:
-        raise UserError(f"this {type(params).__name__} is not streamed: call mt.stream(model) first")
-    trainable = [parameter for parameter in params.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise UserError(f"{type(params).__name__} has no trainable parameters: unfreeze some with requires_grad_()")
-    return trainable
-
-
-def _become_consumer(engine: Engine, optimizer: HomeOptimizer) -> None:
-    """From now on the engine hands each home's gradients to `optimizer`, for as long as that lives."""
-    if engine.consumer is not None and engine.consumer() is not None:
-        raise UserError('clip="layer" takes one optimizer a model, which has all its parameters: use param groups')
-    engine.consumer = weakref.WeakMethod(optimizer._consume)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatrain.base.errors import UserError
+from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.parameters import HomeParameter
 
 _TORCH_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
@@ -21,9 +23,26 @@ def refuse_torch_options(optimizer: str, options: dict[str, Any]) -> None:
             raise TypeError(f"{optimizer}() got an unexpected keyword argument {name!r}")
         if value:
             raise UserError(
-                f"{optimizer}({name}={value!r}) is refused: weights in their homes are updated by one exact formula and "
-                f"its own kernels. Leave {name} out"
+                f"{optimizer}({name}={value!r}) is refused: weights in their homes are updated by one exact formula "
+                f"and its own kernels. Leave {name} out"
             )
+
+
+def trainable(params: Any) -> Any:
+    """The trainable parameters of a streamed model; anything else as it is."""
+    if not isinstance(params, nn.Module):
+        return params
+    if engine_of(params) is None:
+        raise UserError(f"this {type(params).__name__} is not streamed: call mt.stream(model) first")
+    found = [parameter for parameter in params.parameters() if parameter.requires_grad]
+    if not found:
+        raise UserError(f"{type(params).__name__} has no trainable parameters: unfreeze some with requires_grad_()")
+    return found
+
+
+def check_single_consumer(engine: Engine) -> None:
+    if engine.consumer is not None and engine.consumer() is not None:
+        raise UserError('clip="layer" takes one optimizer a model, which has all its parameters: use param groups')
 
 
 def check_options(max_norm: Any, ema_decay: Any, seed: Any, max_skipped_steps: Any) -> None:

@@ -36,9 +36,7 @@ def update_(segment: Segment, measure: bool = False) -> tuple[float, float] | No
     if segment.is_rounded:
         random = rounding.random_bits(segment.key, segment.first, n, w.device)
     for i in rule.order():
-        codecs.encode_(
-            moments[i], states[i], random, is_signed=rule.states[i].is_signed, reference=references[i]
-        )
+        codecs.encode_(moments[i], states[i], random, is_signed=rule.states[i].is_signed, reference=references[i])
     _store_weights(segment, w, random)
     if old is None:
         return None

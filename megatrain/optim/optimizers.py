@@ -59,7 +59,7 @@ class AdamW(HomeOptimizer):
 class Adam(AdamW):
     """Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1), with torch.optim.Adam's arguments.
 
-    Weight decay is added to the gradient (L2), as there; `decoupled_weight_decay=True` is AdamW. For the rest see AdamW.
+    Weight decay is added to the gradient (L2), as there; decoupled, it is AdamW. For the rest see AdamW.
     """
 
     _rule, _scalars = rules.ADAM, AdamScalars

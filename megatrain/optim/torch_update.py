@@ -1,4 +1,4 @@
-"""The update in plain PyTorch over threads, for machines without a C compiler: the kernel's results bit for bit, slower.
+"""The update in PyTorch over threads, for machines without a C compiler: the kernel's results bit for bit, slower.
 
 Rule: no result depends on the number of threads. A range has a fixed size, so the sums of a measure are added in one
 order too.

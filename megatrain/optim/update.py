@@ -70,7 +70,9 @@ class CpuUpdater:
     ) -> list[Measure | None]:
         """Update every segment and return when all are done: for each its Measure, or None without `measure`.
 
-        num_threads: for this run alone. Raises MemoryError when there is no memory to organise the work; with the kernel, nothing was updated then.
+        num_threads: for this run alone.
+
+        Raises MemoryError when there is no memory to organise the work; with the kernel, nothing was updated then.
         """
         if self._closed:
             raise RuntimeError("this CpuUpdater is closed: make another one")

@@ -24,9 +24,7 @@ class Updaters:
         self._cpu = CpuUpdater(num_threads, kernel)
         self._device = DeviceUpdater(device)
 
-    def run(
-        self, place: str, segments: Sequence[Segment | LosslessSegment], measure: bool
-    ) -> Sequence[Measure | None]:
+    def run(self, place: str, segments: Sequence[Segment | LosslessSegment], measure: bool) -> Sequence[Measure | None]:
         """Update the segments of a home that lives in `place`. Returns a Measure for each, if asked for."""
         if place == HBM:
             return self._device.run(segments, measure)

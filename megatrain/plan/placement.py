@@ -55,8 +55,8 @@ def place_homes(
     budget = int(HBM_SHARE * spare_bytes) if config.hbm_home_bytes is None else config.hbm_home_bytes
     if budget > spare_bytes:
         raise UserError(
-            f"hbm_home_gb={config.hbm_home_gb:g} is more than the {spare_bytes / GB:.3g} GB of device memory that slots "
-            "and gradient sums leave: give less, or leave it out"
+            f"hbm_home_gb={config.hbm_home_gb:g} is more than the {spare_bytes / GB:.3g} GB of device memory that "
+            "slots and gradient sums leave: give less, or leave it out"
         )
     for plan in plans:
         num_bytes = state_bytes(plan, trainable, config.moments)

@@ -83,10 +83,7 @@ def memory_rows(placement: Placement) -> list[Row]:
     plans, options, config = placement.plans, placement.options, placement.config
     fields = [field for plan in placement.in_ram for field in plan.fields]
     trained = [
-        field
-        for plan in placement.in_ram
-        for key, field in plan.parameters.items()
-        if key in placement.trainable
+        field for plan in placement.in_ram for key, field in plan.parameters.items() if key in placement.trainable
     ]
     moment_bytes = NUM_MOMENTS * sum(most_moment_bytes(config.moments, field.numel) for field in trained)
     if config.clip == "global":

@@ -129,7 +129,4 @@ def _plan(
         offset += padded(field.numel)
         wire_offset_bytes += -(-field.wire_bytes // WIRE_ALIGN_BYTES) * WIRE_ALIGN_BYTES
     grad_dtype = formats.gradient(list(fields.values()))
-    return HomePlan(
-        name=name, fields=list(fields.values()), layers=layers, parameters=fields, grad_dtype=grad_dtype
-    )
-
+    return HomePlan(name=name, fields=list(fields.values()), layers=layers, parameters=fields, grad_dtype=grad_dtype)

@@ -6,13 +6,13 @@
     4bit   the same                             0.53
     2bit   the same                             0.28    (fails the quality test: docs/compression.md)
 
-The block codes are small floats, so that both ways are a shift and an addition, without tables or roots. A block's scale
-is its largest magnitude. Within it, with the code as the leading bits of a float (exponent and `mantissa` bits):
+The block codes are small floats, so that both ways are a shift and an addition, without tables or roots. A block's
+scale is its largest magnitude. Within it, with the code as the leading bits of a float (exponent and `mantissa` bits):
 
-- unsigned (second moments): x / scale in (0, 1], the top code is 1. Every step is the same ratio, and there is no code for
-  zero, which would be a division by nothing later: what lies below the lowest code is stored as the lowest.
-- signed (first moments): 1 + |x| / scale * (top - 1) in [1, top], so zero is a code, steps near it are small and equal, and
-  they double from octave to octave (as in the mu-law of telephony).
+- unsigned (second moments): x / scale in (0, 1], the top code is 1. Every step is the same ratio, and there is no code
+  for zero, which would be a division by nothing later: what lies below the lowest code is stored as the lowest.
+- signed (first moments): 1 + |x| / scale * (top - 1) in [1, top], so zero is a code, steps near it are small and equal,
+  and they double from octave to octave (as in the mu-law of telephony).
 
 A first moment next to a second is divided before by the power of two nearest below the root of the second's own code:
 what is coded is then the update's direction, which is of one size in a whole block, where gradients are not.

@@ -1,7 +1,8 @@
 """Gradients of one home, from their drain until `zero_grad` or until their update has used them up.
 
-They lie where the home does: in host memory, or on the device. One backward pass fills a slab of exact size, reused from step to step. A second pass before `zero_grad` (a plain loop
-with several `backward` calls) adds to an fp32 total; that costs 4 bytes a parameter more and happens only then.
+They lie where the home does: in host memory, or on the device. One backward pass fills a slab of exact size, reused
+from step to step. A second pass before `zero_grad` (a plain loop with several `backward` calls) adds to an fp32 total;
+that costs 4 bytes a parameter more and happens only then.
 Clipping leaves a factor behind, which the update multiplies in; whoever looks at a gradient before sees it multiplied.
 Rule: written by the drain lane, read by others only after `arrived`.
 """
