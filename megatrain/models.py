@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.errors import UserError
+from megatrain.base.hub import HUB_TIMEOUT_SECONDS, silence
 from megatrain.packaged_model import PACKAGED_MODELS, FetchError, packaged_model
 
-HUB_TIMEOUT_SECONDS = 10.0
 _MODEL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -135,15 +135,7 @@ def _from_hub(name: str, revision: str | None, say: Callable[[str], None]) -> Pa
     except HFValidationError as error:
         raise UserError(f"model.name: {name} is neither a folder here nor a possible name on the Hub") from error
     except Exception as error:  # The HTTP library under huggingface_hub differs from version to version.
-        raise _HubSilentError(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    """`offline mode is on`, or the kind of failure and its first line."""
-    if type(error).__name__ == "OfflineModeIsEnabled":
-        return "switched off by HF_HUB_OFFLINE"
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    return f"no answer, {type(error).__name__}: {first_line}".rstrip(": ")
+        raise _HubSilentError(silence(error)) from error
 
 
 def _from_hub_cache(name: str, revision: str | None) -> Path | None:
@@ -176,4 +168,4 @@ def _from_package(
             f"model.name: cannot get {name}: the Hugging Face Hub is out of reach ({reason}), and pip could not fetch "
             f"the package {package.package} ({error}). Connect one of the two, or {by_hand}"
         ) from error
-    return ResolvedModel(path=path, origin=f"the package {package.package} (the Hub: {reason}). {package.note}")
+    return ResolvedModel(path=path, origin=f"the package {package.package}: {package.note} (the Hub: {reason})")

@@ -85,18 +85,41 @@ def test_missing_file_names_the_remedy(tmp_path: Path) -> None:
         check_sources([tmp_path / "absent.txt"])
 
 
-def test_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, r"could not be loaded \(ConnectionError: not here\)"),
+        (
+            ConnectionError("nobody\nthere"),
+            r"could not be loaded \(the Hub: no answer, ConnectionError: nobody, and no",
+        ),
+        (OSError(), r"could not be loaded \(the Hub: no answer, OSError, and no copy of it is here\)"),
+    ],
+)
+def test_hub_name_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, answer: Exception | None, told: str) -> None:
     datasets = pytest.importorskip("datasets")
+    huggingface_hub = pytest.importorskip("huggingface_hub")
     asked = []
 
-    def load_dataset(*args: object, **options: object) -> None:
-        asked.append((args, options))
-        raise ConnectionError("offline")
+    def dataset_info(self: object, name: str, *, timeout: float) -> None:
+        assert timeout <= 10
+        if answer is not None:
+            raise answer
 
+    def load_dataset(*args: object, **options: object) -> None:
+        is_off = datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE
+        asked.append((args, options, is_off))
+        raise ConnectionError("not here")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UserError, match=r"hf:owner/name:fr:test could not be loaded \(ConnectionError: offline\)"):
+    with pytest.raises(UserError, match="hf:owner/name:fr:test " + told):
         read("hf:owner/name:fr:test")
-    assert asked == [(("owner/name", "fr"), {"split": "test"})]
+    # A Hub that is silent is not asked again and again.
+    assert asked == [(("owner/name", "fr"), {"split": "test"}, answer is not None)]
+    assert not datasets.config.HF_HUB_OFFLINE and not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 BAD_RECORDS = [

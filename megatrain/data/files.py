@@ -16,10 +16,10 @@ from typing import Any
 from megatrain.base.errors import UserError
 from megatrain.data.builtin import BUILTIN_SOURCES
 from megatrain.data.config import Source
+from megatrain.data.hub import HUB_PREFIX, load_hub_dataset
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 LINE_SUFFIXES = (".jsonl", ".ndjson")
-HUB_PREFIX = "hf:"
 BUILTIN_PREFIX = "builtin:"
 
 
@@ -69,7 +69,7 @@ def read_source(source: Source, format: str, skipped: Skipped) -> Iterator[Raw]:
     if str(source).startswith(BUILTIN_PREFIX):
         return _read_rows(BUILTIN_SOURCES[_builtin_name(str(source))](), str(source))
     if str(source).startswith(HUB_PREFIX):
-        return _read_hub(str(source))
+        return _read_rows(load_hub_dataset(str(source)), str(source))
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path, format, skipped)
@@ -179,21 +179,6 @@ def _builtin_name(source: str) -> str:
     if name not in BUILTIN_SOURCES:
         raise UserError(f"data: {source} does not exist; use {BUILTIN_PREFIX} with one of {', '.join(BUILTIN_SOURCES)}")
     return name
-
-
-def _read_hub(source: str) -> Iterator[Raw]:
-    name, _, rest = source.removeprefix(HUB_PREFIX).partition(":")
-    config, _, split = rest.partition(":")
-    from datasets import load_dataset
-
-    try:
-        dataset = load_dataset(name, config or None, split=split or "train")
-    except Exception as error:  # the library raises a dozen unrelated kinds: offline, unknown name, unknown split
-        raise UserError(
-            f"data: {source} could not be loaded ({type(error).__name__}: {error}); "
-            f"check {HUB_PREFIX}NAME[:CONFIG[:SPLIT]] and the network, or name local files"
-        ) from error
-    yield from _read_rows(dataset, source)
 
 
 def _read_rows(dataset: Any, name: str) -> Iterator[Raw]:
