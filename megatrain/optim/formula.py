@@ -186,6 +186,45 @@ class LionScalars:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MuonDirectionScalars:
+    """What Muon's momentum and direction need. Every field is a float that fp32 holds exactly."""
+
+    clip: float
+    momentum: float
+    one_minus_momentum: float
+    gradient_share: float
+    """Of the gradient itself in the direction: 1 - momentum with Nesterov's, else 0."""
+    look_ahead: float
+    """Of the momentum in the direction: `momentum` with Nesterov's, else 1."""
+
+    @classmethod
+    def at(cls, momentum: float, nesterov: bool, clip: float = 1.0) -> MuonDirectionScalars:
+        """The scalars of any step."""
+        return cls(
+            clip=_fp32(clip),
+            momentum=_fp32(momentum),
+            one_minus_momentum=_fp32(1.0 - momentum),
+            gradient_share=_fp32(1.0 - momentum) if nesterov else 0.0,
+            look_ahead=_fp32(momentum) if nesterov else 1.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonStepScalars:
+    """What Muon's step along an orthogonal matrix needs. Every field is a float that fp32 holds exactly."""
+
+    decay: float
+    """1 - lr * weight_decay."""
+    step_size: float
+    """The learning rate, adjusted to the matrix's shape."""
+
+    @classmethod
+    def at(cls, lr: float, adjusted_lr: float, weight_decay: float) -> MuonStepScalars:
+        """The scalars of any step."""
+        return cls(decay=_fp32(1.0 - lr * weight_decay), step_size=_fp32(adjusted_lr))
+
+
 def adamw_(w: Tensor, g: Tensor, m: Tensor, v: Tensor, s: AdamWScalars) -> None:
     """One AdamW step with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2).
 
@@ -244,8 +283,27 @@ def lion_(w: Tensor, g: Tensor, m: Tensor, s: LionScalars) -> None:
     m.mul_(s.beta2).add_(clipped.mul_(s.one_minus_beta2))
 
 
+def muon_direction_(direction: Tensor, g: Tensor, m: Tensor, s: MuonDirectionScalars) -> None:
+    """The momentum of Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), and the
+    direction that is to be orthogonalised, both averages of gradients as in torch.optim.Muon.
+
+    direction, g, m: (n,) fp32, on one device. m changes in place; direction is overwritten.
+    """
+    clipped = g.mul(s.clip)
+    m.mul_(s.momentum).add_(clipped.mul(s.one_minus_momentum))
+    direction.copy_(clipped.mul_(s.gradient_share).add_(m.mul(s.look_ahead)))
+
+
+def muon_step_(w: Tensor, orthogonal: Tensor, s: MuonStepScalars) -> None:
+    """The other half of a Muon step: weight decay, then a step along the orthogonalised direction.
+
+    w, orthogonal: (n,) fp32, on one device. w changes in place.
+    """
+    w.mul_(s.decay).sub_(orthogonal.mul(s.step_size))
+
+
 def ema_(average: Tensor, w: Tensor, decay: float) -> None:
-    """An exponential moving average of the weights after their step. average, w: (n,) fp32; average changes in place."""
+    """A moving average of the weights after their step. average, w: (n,) fp32; average changes in place."""
     average.mul_(_fp32(decay)).add_(w.mul(_fp32(1.0 - decay)))
 
 

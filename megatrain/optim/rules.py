@@ -49,6 +49,9 @@ ADAM = Rule("adam", formula.adam_, formula.AdamScalars, (_FIRST, _SECOND))
 MOMENTUM = Rule("momentum", formula.momentum_, formula.MomentumScalars, (_MOMENTUM,))
 SGD = Rule("sgd", formula.sgd_, formula.SGDScalars, ())
 LION = Rule("lion", formula.lion_, formula.LionScalars, (_FIRST,))
+# Two halves of one step, with an orthogonalisation between them (`optim/muon.py`). The first one's `w` is a direction.
+MUON = Rule("muon", formula.muon_direction_, formula.MuonDirectionScalars, (_MOMENTUM,))
+MUON_STEP = Rule("muon_step", formula.muon_step_, formula.MuonStepScalars, ())
 
 Scalars = Any
 """An instance of a rule's `scalars`."""
