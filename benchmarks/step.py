@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -22,8 +23,10 @@ from accelerate import init_empty_weights
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import megatrain as mt
+from megatrain.base.config import StreamOptions
 from megatrain.base.units import GIB
-from megatrain.execute.engine import engine_of
+from megatrain.execute.engine import Engine, engine_of
+from megatrain.optim.base import HomeOptimizer
 from megatrain.plan.flops import counted_flops, model_work, published_flops
 
 # hidden, intermediate, layers, heads, key-value heads, tied, vocabulary
@@ -37,7 +40,7 @@ SHAPES = {
 }
 
 
-def build(shape: str, seq: int) -> torch.nn.Module:
+def build(shape: str, seq: int, options: StreamOptions) -> torch.nn.Module:
     """A streamed model in bf16 with normal(0, 0.02) matrices; nothing is held twice."""
     hidden, intermediate, layers, heads, kv_heads, tied, vocabulary = SHAPES[shape]
     config = Qwen2Config(
@@ -62,7 +65,7 @@ def build(shape: str, seq: int) -> torch.nn.Module:
             return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
         return torch.ones(shape, dtype=dtype) if "norm" in name else torch.zeros(shape, dtype=dtype)
 
-    return mt.stream(model, initialize=initialize)
+    return mt.stream(model, initialize=initialize, options=options)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -75,16 +78,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-vram-gb", type=float)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, help="threads of the CPU update")
+    parser.add_argument("--hbm-home-gb", type=float, help="device memory for layers that live and are updated there")
+    parser.add_argument("--places", choices=("cpu", "stream", "hbm"), help="where all homes are updated")
+    parser.add_argument("--moments", default="fp32", choices=("fp32", "bf16", "8bit", "4bit", "lossless"))
+    parser.add_argument("--master", choices=("split", "bf16"))
+    parser.add_argument("--clip", default="global", choices=("global", "layer"))
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     started = time.perf_counter()
-    mt.init(max_vram_gb=args.max_vram_gb, compile=args.compile)
-    model = build(args.model, args.seq)
+    mt.init(
+        max_vram_gb=args.max_vram_gb,
+        compile=args.compile,
+        optimizer_compression=False if args.moments == "fp32" else args.moments,
+        master=args.master,
+        clip=args.clip,
+        hbm_home_gb=args.hbm_home_gb,
+    )
+    model = build(args.model, args.seq, StreamOptions(places=args.places))
     engine = engine_of(model)
-    optimizer = mt.optim.AdamW(model, lr=1e-5, weight_decay=0.01, num_threads=args.threads)
+    max_norm = {"max_norm": 1.0} if args.clip == "layer" else {}
+    optimizer = mt.optim.AdamW(model, lr=1e-5, weight_decay=0.01, num_threads=args.threads, **max_norm)
     print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
 
     torch.manual_seed(1)
@@ -100,7 +116,7 @@ def main() -> None:
         started = time.perf_counter()
         step_losses = mt.accumulate(model, batches)
         accumulated = time.perf_counter() - started
-        norm = mt.clip_grad_norm_(model, 1.0)
+        norm = engine.layer_norm if args.clip == "layer" else mt.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(loss.item() for loss in step_losses))
@@ -118,7 +134,14 @@ def main() -> None:
         name: round((value - stalls_before.get(name, 0.0)) / (args.steps - 1), 3)
         for name, value in engine.transport.stall_seconds().items()
     }
-    waits = {"last_update_seconds": round(last_update, 3), "stall_seconds_per_step": stalls}
+    share = 100 * stalls.get("weights", 0.0) / statistics.median(seconds[1:])
+    waits = {
+        "last_update_seconds": round(last_update, 3),
+        "stall_seconds_per_step": stalls,
+        "weights_stall_percent": round(share, 2),
+        "homes": dict(Counter(home.place for home in engine.homes)),
+        "home_bytes_per_parameter": round(_home_bytes(engine, optimizer), 3),
+    }
     print(json.dumps(figures(args, model, seconds) | waits | {"losses": [round(x, 4) for x in losses]}), flush=True)
 
 
@@ -138,7 +161,14 @@ def figures(args: argparse.Namespace, model: torch.nn.Module, seconds: list[floa
     }
 
 
-def _synchronize(engine: object) -> None:
+def _home_bytes(engine: Engine, optimizer: HomeOptimizer) -> float:
+    """Bytes a parameter of masters and moments, as allocated, scales included; gradients apart."""
+    num_parameters = sum(home.num_parameters for home in engine.homes)
+    master_bytes = sum(home.wire.nbytes + home.low.nbytes for home in engine.homes)
+    return (master_bytes + optimizer.num_state_bytes()) / num_parameters
+
+
+def _synchronize(engine: Engine) -> None:
     engine.wait()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from transformers import (
@@ -37,6 +38,10 @@ FIGURES = {
     "3B-compiled": ["--model", "3B", "--batch", "32", "--micro-batch", "8", "--compile"],
     "3B-32x1": ["--model", "3B", "--batch", "32", "--micro-batch", "1"],
     "7B": ["--model", "7B", "--batch", "64", "--micro-batch", "16"],
+    "7B-ram": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0"],
+    "7B-8x1024-ram": ["--model", "7B", "--batch", "8", "--micro-batch", "8", "--hbm-home-gb", "0", "--steps", "6"],
+    "7B-8x1024-hbm": ["--model", "7B", "--batch", "8", "--micro-batch", "8", "--hbm-home-gb", "108", "--steps", "6"],
+    "7B-4bit": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--moments", "4bit"],
     "7B-compiled": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--compile"],
     "7B-24GB": ["--model", "7B", "--batch", "64", "--micro-batch", "2", "--max-vram-gb", "24"],
 }
@@ -101,21 +106,26 @@ def check_gradients(make: Callable[[], torch.nn.Module]) -> str:
 
 
 def trained(
-    make: Callable, precision: str, options: StreamOptions, compiled: bool = False, data: list[dict] | None = None
+    make: Callable, precision: str, options: StreamOptions, data: list[dict] | None = None, **settings: Any
 ) -> dict[str, torch.Tensor]:
+    """Weights and moments after four steps. settings: of mt.init."""
     torch.manual_seed(0)
     model = make()
-    mt.init(precision=precision, compile=compiled)
+    mt.init(precision=precision, **{"hbm_home_gb": 0, **settings})
     stream(model, options=options)
-    optimizer = mt.optim.AdamW(model, lr=1e-3, weight_decay=0.1)
+    clips_layers = settings.get("clip") == "layer"
+    max_norm = {"max_norm": 0.5} if clips_layers else {}
+    optimizer = mt.optim.AdamW(model, lr=1e-3, weight_decay=0.1, **max_norm)
     data = data or batches(model.config.vocab_size)
     torch.manual_seed(7)
     for _ in range(4):
         mt.accumulate(model, data)
-        mt.clip_grad_norm_(model, 0.5)
+        if not clips_layers:
+            mt.clip_grad_norm_(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    state = mt.full_state_dict(model)
+    moments = {f"{i} {name}": t.cpu() for i, of in optimizer.state_dict()["state"].items() for name, t in of.items()}
+    state = mt.full_state_dict(model) | moments
     engine_of(model).close()
     return state
 
@@ -138,8 +148,22 @@ def check_twin(make: Callable, precision: str) -> str:
     return ""
 
 
+def check_places(precision: str, **settings: Any) -> str:
+    """Homes on the device, or streamed through it for their update, by Triton: bit-equal to those of the CPU."""
+    truth = trained(llama, precision, StreamOptions(serial=True), **settings)
+    mixed = {"model.embed_tokens": "hbm", "model.layers.0": "hbm", "model.layers.1": "stream"}
+    for places in ("hbm", "stream", mixed):
+        options = StreamOptions(places=places, poison=True, lane_delay_seconds=0.002)
+        state = trained(llama, precision, options, **settings)
+        different = [name for name in truth if not torch.equal(truth[name], state[name])]
+        if different:
+            return f"{len(different)} weights and moments differ with places={places}: {different[:3]}"
+    return ""
+
+
 def check_activations() -> str:
     """Boundary activations on the host, large and without delays, so that their memory is reused at once."""
+
     def wide() -> torch.nn.Module:
         return LlamaForCausalLM(
             LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
@@ -158,8 +182,9 @@ def check_activations() -> str:
 def check_compiled() -> str:
     """Compiled templates: no fall-back to eager, and weights near those of eager bf16 training."""
     truth = trained(llama, "bf16", StreamOptions())
-    state = trained(llama, "bf16", StreamOptions(), compiled=True)
-    worst = max(float((truth[n] - state[n]).norm() / truth[n].norm().clamp(min=1e-6)) for n in truth)
+    state = trained(llama, "bf16", StreamOptions(), compile=True)
+    weights = [name for name in truth if name.startswith(("model.", "lm_head."))]
+    worst = max(float((truth[n] - state[n]).norm() / truth[n].norm().clamp(min=1e-6)) for n in weights)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     # Two callables, and one more each when the second length makes the shape dynamic.
     return "" if worst < 0.05 and graphs <= 4 else f"relative difference {worst:.3f}, {graphs} graphs"
@@ -177,6 +202,10 @@ def run_correctness() -> bool:
         "twin llama bf16 dropout": lambda: check_twin(lambda: llama(0.1), "bf16"),
         "twin mixtral bf16": lambda: check_twin(mixtral, "bf16"),
         "activations on the host": check_activations,
+        "places fp32": lambda: check_places("fp32"),
+        "places split": lambda: check_places("bf16"),
+        "places bf16 master, 4bit": lambda: check_places("bf16", master="bf16", optimizer_compression="4bit"),
+        "places split, 8bit, clip by layer": lambda: check_places("bf16", optimizer_compression="8bit", clip="layer"),
         "compiled llama bf16": check_compiled,
     }
     failed = False
@@ -213,7 +242,8 @@ def run_figures(names: list[str]) -> bool:
     for row in rows:
         figures = json.loads(row)
         print({key: figures[key] for key in ("median_seconds", "tflops_published", "tflops_counted", "peak_device_gib",
-                                            "host_rss_gib", "stall_seconds_per_step")})  # fmt: skip
+                                            "host_rss_gib", "stall_seconds_per_step", "weights_stall_percent", "homes",
+                                            "home_bytes_per_parameter")})  # fmt: skip
     return len(rows) == len(names)
 
 
