@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.argument_ranges import out_of_range
 from megatrain.base.errors import UserError
+from megatrain.optimizer_choice import OPTIM_NAMES, bad_optim_args
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -78,14 +79,16 @@ TABLE: dict[str, Row] = {
     "lr_scheduler_kwargs": _yes(),
     "warmup_steps": _yes(),
     "optim": _only(
-        ("adamw_torch", "adamw_torch_fused"),
-        "both names mean megatrain.optim.AdamW, which updates the weights in their homes",
-        "use optim='adamw_torch', or pass optimizers=(a megatrain optimizer, None) to the Trainer",
+        OPTIM_NAMES,
+        "megatrain.optim's AdamW (the first two), SGD and Lion, which update the weights in their homes",
+        "for an 8-bit or paged one use optim='adamw_torch' or 'lion_32bit' and megatrain.init("
+        "optimizer_compression='8bit') (in a recipe engine.optimizer_compression); else pass optimizers=(a megatrain "
+        "optimizer, None) to the Trainer, in a recipe optimizer.name",
     ),
-    "optim_args": _no("AdamW takes none", "use adam_beta1, adam_beta2, adam_epsilon and weight_decay", (None, "")),
+    "optim_args": _yes("with optim='sgd': momentum, dampening, nesterov; refused with others, which read none"),
     "weight_decay": _yes("not on biases and norms: the same groups as in transformers"),
-    "adam_beta1": _yes(),
-    "adam_beta2": _yes(),
+    "adam_beta1": _yes("also Lion's"),
+    "adam_beta2": _yes("also Lion's"),
     "adam_epsilon": _yes(),
     "optim_target_modules": _no("only GaLore and APOLLO read it, and those are not available", "leave it unset"),
     # Regularisation and stability
@@ -230,6 +233,7 @@ def check_arguments(args: TrainingArguments) -> None:
         for name in changed_unknown_fields(args)
     ]
     complaints += out_of_range(args)
+    complaints += bad_optim_args(args)
     if args.world_size > 1:
         complaints.append(
             f"{args.world_size} processes are refused: {_ONE_PROCESS}. Start the script with plain `python`."

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
 from megatrain.data.config import DataConfig
+from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.typecheck import accepts, describe, field_types
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class Recipe:
     training: Mapping[str, Any] = field(default_factory=dict)
     """Any field of transformers.TrainingArguments."""
 
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update rule and the numbers that are its own. Learning rate and weight decay are `training.learning_rate` and
+    `training.weight_decay`."""
+
     engine: Config = field(default_factory=Config)
     """The arguments of `megatrain.init`: memory limits, precision, device."""
 
@@ -129,6 +134,7 @@ class Recipe:
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "data": DataConfig,
+    "optimizer": OptimizerConfig,
     "engine": Config,
     "sample": SampleConfig,
     "output": OutputConfig,

@@ -34,6 +34,7 @@ from megatrain.arguments import check_arguments
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.layer_reports import LayerReports
+from megatrain.optimizer_choice import choice_of
 from megatrain.save.folder import check_place, whole_folder
 from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
 
@@ -204,7 +205,7 @@ class Trainer(transformers.Trainer):
     # Optimizer
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """megatrain.optim.AdamW with transformers' two groups: with weight decay, and without."""
+        """The optimizer that the arguments name, with transformers' two groups: with weight decay, and without."""
         if self.optimizer is not None:
             return self.optimizer
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -213,11 +214,7 @@ class Trainer(transformers.Trainer):
             {"params": [p for name, p in named if name in decayed], "weight_decay": self.args.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
-        betas = (self.args.adam_beta1, self.args.adam_beta2)
-        optimizer_class, options = self.optimizer_cls_and_kwargs or (
-            optim.AdamW,
-            {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon},
-        )
+        optimizer_class, options = self.optimizer_cls_and_kwargs or choice_of(self.args)
         options = {"seed": self.args.seed, **options}
         if self.engine.config.clip == "layer" and self.args.max_grad_norm > 0:
             options = {"max_norm": self.args.max_grad_norm, **options}

@@ -71,7 +71,7 @@ def _describe_one(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(repr(argument) for argument in arguments)
     if origin in (list, collections.abc.Sequence):
-        plurals = {str: "texts", dict: "sections"}
+        plurals = {str: "texts", float: "numbers", dict: "sections"}
         inner = [plurals[item] for item in _alternatives(arguments[0]) if item in plurals]
         return f"a list of {' or '.join(inner)}" if inner else "a list"
     if (origin or hint) in (dict, collections.abc.Mapping):

@@ -57,6 +57,28 @@ def test_real_arguments_are_refused(tmp_path: Path, name: str, value: object) ->
         check_arguments(args)
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "lion_8bit"])
+def test_fewer_bits_are_a_setting_of_the_engine(tmp_path: Path, name: str) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=name)
+    with pytest.raises(UserError, match=rf"optim='{name}' is refused.*init\(optimizer_compression='8bit'\)"):
+        check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "told"),
+    [
+        ("adamw_torch", "momentum=0.9", "optim='adamw_torch' takes none"),
+        ("sgd", "momentum", "does not read 'momentum'"),
+        ("sgd", "weight_decay=0.1", "weight_decay is an argument of its own"),
+        ("sgd", "momentum=fast", "could not convert string to float"),
+    ],
+)
+def test_optim_args_that_nobody_reads_are_refused(tmp_path: Path, optim: str, optim_args: str, told: str) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim, optim_args=optim_args)
+    with pytest.raises(UserError, match=f"optim_args='{optim_args}' is refused.*{told}"):
+        check_arguments(args)
+
+
 def test_all_refusals_come_in_one_message(args: TrainingArguments) -> None:
     args.fp16 = True
     args.use_liger_kernel = True

@@ -73,7 +73,7 @@ def test_a_recipe_is_frozen_and_takes_keywords_only(minimal: Path) -> None:
         ("learning_rate=1", "learning_rate: unknown key; did you mean training.learning_rate?"),
         ("sequence_length=1", "sequence_length: unknown key; did you mean data.sequence_length?"),
         ("training.max_vram_gb=1", "training.max_vram_gb: unknown key; did you mean engine.max_vram_gb?"),
-        ("xyzzy=1", "xyzzy: unknown key; known here: model, data, engine, sample, output, training"),
+        ("xyzzy=1", "xyzzy: unknown key; known here: model, data, optimizer, engine, sample, output, training"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal: Path, override: str, told: str) -> None:
@@ -92,6 +92,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal: Path, ove
         ("data.path=", "data.path: wants text or a list of sections or a list of texts, got nothing"),
         ("engine.max_vram_gb=80GB", "engine.max_vram_gb: wants a number or nothing, got '80GB' (text)"),
         ("sample.prompts=hello", "sample.prompts: wants a list of texts, got 'hello' (text)"),
+        ("optimizer.momentum=yes", "optimizer.momentum: wants a number or nothing, got 'yes' (text)"),
+        ("optimizer.betas=0.9", "optimizer.betas: wants a list of numbers or nothing, got 0.9 (a number)"),
         ("output.overwrite=1", "output.overwrite: wants true or false, got 1 (a whole number)"),
         ("model=some/model", "model: wants a section with keys below it, got 'some/model' (text)"),
     ],
@@ -127,6 +129,59 @@ def test_a_missing_key_says_how_to_give_it(tmp_path: Path) -> None:
     file.write_text("model: {name: m}\ndata: {sequence_length: 64}", encoding="utf-8")
     assert refusal(file) == f"data.path is missing: set it in {file}, or add data.path=... to the command"
     assert load_recipe(file, ["data.path=here"]).data.path == "here"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["name=adafactor"], "optimizer.name is 'adafactor'; use one of adamw, adam, sgd, lion, muon"),
+        (["momentum=0.9"], "optimizer.momentum needs optimizer.name"),
+        (["name=adamw", "momentum=0.9"], "optimizer.momentum is no number of adamw, which reads betas, eps"),
+        (["name=sgd", "momentum=1.5"], "optimizer.momentum is 1.5; use a number from 0 to below 1"),
+        (["name=lion", "betas=[0.9]"], "optimizer.betas is [0.9]; use two numbers"),
+        (["name=adam", "eps=-1"], "optimizer.eps is -1; use 0 or more"),
+        (["name=muon", "adjust_lr_fn=fast"], "optimizer.adjust_lr_fn is 'fast'; use one of original"),
+        (["name=muon", "ns_coefficients=[1, 2]"], "optimizer.ns_coefficients is [1, 2]; use three numbers"),
+        (["name=muon", "ns_steps=100"], "optimizer.ns_steps is 100; use 0 to 99"),
+        (["max_skipped_steps=-1"], "optimizer.max_skipped_steps is -1; use 0 or more"),
+    ],
+)
+def test_numbers_of_an_optimizer_that_cannot_work_are_refused(minimal: Path, overrides: list[str], told: str) -> None:
+    assert told in refusal(minimal, *(f"optimizer.{override}" for override in overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen", "numbers"),
+    [
+        (["name=adamw"], mt.optim.AdamW, {"lr": 3e-4, "betas": (0.8, 0.999), "eps": 1e-8}),
+        (["name=adam", "betas=[0.5, 0.6]"], mt.optim.Adam, {"lr": 3e-4, "betas": (0.5, 0.6), "eps": 1e-8}),
+        (["name=sgd", "momentum=0.9", "nesterov=true"], mt.optim.SGD, {"lr": 3e-4, "momentum": 0.9, "nesterov": True}),
+        (["name=lion"], mt.optim.Lion, {"lr": 3e-4}),
+        (
+            ["name=muon", "momentum=0.8", "adamw_lr=1e-5"],
+            mt.optim.Muon,
+            {
+                "lr": 3e-4,
+                "momentum": 0.8,
+                "adjust_lr_fn": "match_rms_adamw",
+                "adamw_lr": 1e-5,
+                "adamw_betas": (0.8, 0.999),
+                "adamw_eps": 1e-8,
+            },
+        ),
+    ],
+)
+def test_a_recipe_chooses_the_optimizer(minimal: Path, overrides: list[str], chosen: type, numbers: dict) -> None:
+    training = ["training.learning_rate=3e-4", "training.adam_beta1=0.8"]
+    recipe = load_recipe(minimal, [*training, *(f"optimizer.{override}" for override in overrides)])
+    assert recipe.optimizer.choice(recipe.training_arguments()) == (chosen, {**numbers, "max_skipped_steps": 10})
+
+
+def test_an_optimizer_is_chosen_once(minimal: Path) -> None:
+    assert load_recipe(minimal).optimizer.choice(load_recipe(minimal).training_arguments()) is None
+    recipe = load_recipe(minimal, ["optimizer.name=lion", "training.optim=sgd"])
+    with pytest.raises(UserError, match="training.optim is 'sgd' and optimizer.name is 'lion'"):
+        recipe.optimizer.choice(recipe.training_arguments())
 
 
 def test_values_that_transformers_refuses_are_the_users_mistake(minimal: Path) -> None:

@@ -176,6 +176,48 @@ def test_the_groups_have_the_members_they_have_in_transformers(tmp_path: Path) -
     assert isinstance(optimizer, mt.optim.AdamW)
 
 
+def test_names_of_transformers_mean_the_rules_that_there_are(tmp_path: Path) -> None:
+    numbers = {"learning_rate": 1e-3, "adam_beta1": 0.8}
+    cases = {
+        "adamw_torch": (mt.optim.AdamW, {"betas": (0.8, 0.999)}),
+        "adamw_torch_fused": (mt.optim.AdamW, {"betas": (0.8, 0.999)}),
+        "sgd": (mt.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        "lion_32bit": (mt.optim.Lion, {"betas": (0.8, 0.999)}),
+    }
+    for name, (optimizer_class, expected) in cases.items():
+        optim_args = "momentum=0.9, nesterov=True" if name == "sgd" else None
+        given = arguments(tmp_path, optim=name, optim_args=optim_args, **numbers)
+        optimizer = mt.Trainer(model=llama(), args=given, train_dataset=rows()).create_optimizer()
+        assert type(optimizer) is optimizer_class
+        group = optimizer.param_groups[0]
+        assert {"lr": 1e-3, **expected}.items() <= group.items()
+
+
+def test_sgd_trains_as_in_transformers(tmp_path: Path) -> None:
+    """The two round otherwise, as the two AdamW do (LOSS_RTOL)."""
+    changes = {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True", "learning_rate": 0.1}
+    plain, _ = train(transformers.Trainer, tmp_path, **changes)
+    streamed, _ = train(mt.Trainer, tmp_path, **changes)
+    assert_same_logs(plain, streamed)
+
+
+def test_muon_goes_through_the_trainer_and_resumes(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (mt.optim.Muon, {"lr": 1e-2, "adamw_lr": 1e-3})}
+    whole, _ = train(mt.Trainer, tmp_path / "whole", given=given, max_steps=4)
+    groups = whole.optimizer.param_groups
+    assert [(group["use_muon"], group["weight_decay"]) for group in groups] == [
+        (True, 0.1),
+        (False, 0.1),
+        (False, 0.0),
+    ]
+    assert [group["initial_lr"] for group in groups] == [1e-2, 1e-3, 1e-3]
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    train(mt.Trainer, tmp_path / "half", given=given, **changes)
+    again = mt.Trainer(model=llama(), args=arguments(tmp_path / "half", **changes), train_dataset=rows(), **given)
+    again.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-2"))
+    assert_equal_weights(weights(again.model), weights(whole.model))
+
+
 def test_a_megatrain_optimizer_of_the_users_own_is_used(tmp_path: Path) -> None:
     model = mt.stream(llama())
     optimizer = mt.optim.AdamW(model, lr=1e-3)

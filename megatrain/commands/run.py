@@ -28,6 +28,7 @@ from megatrain.data.build import Datasets, build_datasets
 from megatrain.data.collate import Batch
 from megatrain.data.files import as_sources, check_sources
 from megatrain.models import ResolvedModel, resolve_model
+from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
 from megatrain.recipe import Recipe, SampleConfig
 from megatrain.trainer import Trainer
@@ -83,6 +84,7 @@ class Ingredients:
     tokenizer: PreTrainedTokenizerBase
     datasets: Datasets
     work: ModelWork
+    optimizer: OptimizerConfig
 
     def trainer(self, arguments: TrainingArguments) -> CountingTrainer:
         """A trainer that prints nothing of its own. Streams the model if it is not streamed yet."""
@@ -94,6 +96,7 @@ class Ingredients:
             eval_dataset=self.datasets.eval,
             data_collator=self.datasets.collator,
             processing_class=self.tokenizer,
+            optimizer_cls_and_kwargs=self.optimizer.choice(arguments),
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -105,6 +108,7 @@ def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> Path | No
     Raises UserError.
     """
     check_arguments(arguments)
+    recipe.optimizer.choice(arguments)
     checkpoint = find_checkpoint(arguments.resume_from_checkpoint, recipe.output_dir)
     if checkpoint is not None:
         step_of(checkpoint)
@@ -159,7 +163,7 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
     config = recipe.engine
     api.init(**{name: getattr(config, name) for name in config.__dataclass_fields__})
     datasets = datasets.fit_to(model)
-    return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work)
+    return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work, optimizer=recipe.optimizer)
 
 
 @contextlib.contextmanager
