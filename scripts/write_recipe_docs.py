@@ -47,7 +47,7 @@ true and false. A mistake of the user's ends the command with exit code 2, a fai
 with 130.
 
 Two recipes to start from: [quickstart.yaml](../recipes/quickstart.yaml) (a small model, text that every Python has,
-about 3 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).
+3 to 5 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).
 
 This file is written by scripts/write_recipe_docs.py from the code.
 """

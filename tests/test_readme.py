@@ -1,4 +1,4 @@
-"""The README's snippets run as they stand, on a tiny model in place of the one that they download."""
+"""The snippets of README and guides run as they stand, on a tiny model in place of a large one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatrain.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+GUIDES = (ROOT / "docs" / "guides.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, document: str = README) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", document, flags=re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 
 
@@ -53,6 +54,22 @@ def test_the_loop_snippet(names: dict[str, object]) -> None:
     assert all(not torch.equal(before[name], weight) for name, weight in mt.named_parameters(names["model"]))
     assert len(names["losses"]) == 4
     assert (Path("trained") / "model.safetensors").is_file()
+
+
+def test_the_snippet_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = tiny_llama(dtype="bfloat16")
+    plain.save_pretrained("large-model", max_shard_size="4KB")
+    names: dict[str, object] = {}
+    try:
+        exec(blocks("python", GUIDES)[0], names)
+    finally:
+        mt.init()
+    assert len(names["files"]) > 1
+    state = names["model"].state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in plain.state_dict().items())
+    batch = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+    assert torch.equal(names["model"](**batch).loss, plain(**batch).loss)
 
 
 def test_the_commands_are_those_that_ci_and_the_recipe_know() -> None:

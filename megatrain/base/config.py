@@ -30,24 +30,24 @@ class Config:
     """Folder for homes that do not fit in `max_ram_gb`. Their files vanish with the process."""
 
     max_vram_gb: float | None = None
-    """Device memory that may be used, in GB (1e9 bytes). None: what is free."""
+    """Device memory that may be used, in GB (1e9 bytes). Left out: what is free."""
 
     max_ram_gb: float | None = None
-    """Host memory for homes, in GB (1e9 bytes). None: what is free."""
+    """Host memory for homes, in GB (1e9 bytes). Left out: what is free."""
 
     optimizer_compression: bool | str = False
-    """Format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True (which is "4bit"), "4bit",
-    "8bit", "bf16"."""
+    """Format of the moments. Left out: exact fp32. "lossless": exact, entropy-coded. Lossy: true or "4bit", "8bit",
+    "bf16"."""
 
     precision: str | None = None
-    """"fp32", "bf16", or None: taken from the model's dtype and TrainingArguments.bf16."""
+    """"fp32" or "bf16". Left out: taken from the model's dtype and TrainingArguments.bf16."""
 
     master: str | None = None
     """Form of the master weights: "fp32" with fp32 compute; "split" (exact fp32 in 16 + 16 bits) or "bf16" (stochastic
-    rounding) with bf16 compute. None: the exact one."""
+    rounding) with bf16 compute. Left out: the exact one."""
 
     grad_dtype: str | None = None
-    """Of gradients on their way home, after their sum in fp32: "fp32" or "bf16". None: as the compute weights."""
+    """Of gradients on their way home, after their sum in fp32: "fp32" or "bf16". Left out: as the compute weights."""
 
     clip: str = "global"
     """What the gradient is clipped by: the exact "global" norm, for which all gradients are kept until it is known, or
@@ -55,13 +55,14 @@ class Config:
 
     hbm_home_gb: float | None = None
     """Device memory, in GB (1e9 bytes), for layers that live there whole and are updated there: the first ones of the
-    model, whose update has the least time. None: a fifth of what is free beside the stream. 0: none."""
+    model, whose update has the least time. Left out: a fifth of what is free beside the stream. 0: none."""
 
     device: str | None = None
-    """Where layers run: "cuda", "cuda:1", "cpu". None: CUDA if there is one."""
+    """Where layers run: "cuda", "cuda:1", "cpu". Left out: CUDA if there is one."""
 
     compile: bool = False
-    """Compile each kind of block with torch.compile. Faster after a start-up of minutes; last bits may differ."""
+    """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
+    bits may differ."""
 
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
