@@ -73,7 +73,7 @@ def write_recipe(folder: Path, **changes: dict[str, Any]) -> Path:
         "output": {"dir": str(folder / "out")},
     }
     for section, keys in changes.items():
-        recipe[section] = {**recipe[section], **keys}
+        recipe[section] = {**recipe.get(section, {}), **keys}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return file

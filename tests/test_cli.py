@@ -184,6 +184,27 @@ def test_a_run_shorter_than_its_log_interval_tells_its_loss(tmp_path: Path, caps
     assert re.search(rf"last training loss +{logged}\b", out)
 
 
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"engine": {"device": "cpu", "optimizer_compression": "4bit"}}, "LOSSY 4-bit moments"),
+        ({"engine": {"device": "cpu", "clip": "layer"}}, "gradients clipped layer by layer and not kept"),
+        ({"optimizer": {"name": "muon", "adamw_lr": 1e-3}}, "exact fp32 moments"),
+    ],
+    ids=["4bit", "layer", "muon"],
+)
+def test_a_recipe_learns_with_other_states_and_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sections: dict[str, Any], told: str
+) -> None:
+    recipe = write_recipe(tmp_path, sample={"prompts": []}, **sections)
+    code, out, _ = command(capsys, "train", recipe)
+    assert code == 0
+    first_line = next(line for line in out.splitlines() if line.startswith("megatrain: "))
+    assert told in first_line
+    before, after = map(float, re.findall(r"held out +loss ([\d.]+) (?:before|after) training", out))
+    assert after < before
+
+
 def test_tokens_are_counted_without_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One epoch trains on every token once."""
     recipe_file = write_recipe(tmp_path, training={"num_train_epochs": 1, "max_steps": -1}, data={"packing": False})

@@ -274,7 +274,7 @@ def test_every_field_of_the_installed_training_arguments_has_a_type_that_can_be_
 
 
 def test_the_engine_section_is_megatrain_init() -> None:
-    assert list(field_types(Config)) == list(inspect.signature(mt.init).parameters)
+    assert field_types(Config).keys() == inspect.signature(mt.init).parameters.keys()
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "recipes").glob("*.yaml")), ids=lambda file: file.stem)
