@@ -27,7 +27,7 @@ from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
 from megatrain.plan.placement import HBM
 from megatrain.plan.rows import Placement, activation_bytes, check_device_memory, host_bytes, plan_placement
-from megatrain.spec.discover import check_weights, find_layers
+from megatrain.spec.discover import FoundLayer, check_weights, find_layers
 from megatrain.spec.homes import Formats, HomePlan, plan_homes
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
@@ -110,25 +110,16 @@ def stream(
         raise UserError("mt.stream inside torch.inference_mode(): its tensors could never train; call it outside")
     check_model(model, initialize)
     config, options = _config, options or StreamOptions()
-    check_weights(model, may_be_meta=initialize is not None)
-    found = find_layers(model)
-    device = _device(config)
-    precision = _precision(model, config, bf16)
-    formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
-    plans = plan_homes(model, found, formats)
-    options = check_device_memory(plans, config, options)
-    memory = HostMemory(max_bytes=config.max_ram_bytes, offload_dir=config.offload_dir, pin=device.type == "cuda")
-    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    device_bytes = _device_bytes(device, config)
-    placement = plan_placement(plans, trainable, config, options, device_bytes)
-    memory.require(host_bytes(placement), f"training {type(model).__name__}")
+    outline = _outline(model, config, options, bf16=bf16, may_be_meta=initialize is not None)
+    device, placement, memory = outline.device, outline.placement, outline.memory
+    plans = placement.plans
     if device.type == "cuda":
-        _prepare_cuda(device, precision, config)
+        _prepare_cuda(device, outline.formats.precision, config)
 
     homes = [_make_home(plan, placement, memory, device) for plan in plans]
     for plan, home in zip(plans, homes, strict=True):
-        home.trainable.update((field, key in trainable) for key, field in plan.parameters.items())
-    layers = make_layers(found, plans, homes)
+        home.trainable.update((field, key in placement.trainable) for key, field in plan.parameters.items())
+    layers = make_layers(outline.layers, plans, homes)
     # Takes its device memory now: where there is too little, the model is still as it was.
     engine = Engine(
         homes=homes,
@@ -136,9 +127,9 @@ def stream(
         layers=layers,
         memory=memory,
         device=device,
-        formats=formats,
+        formats=outline.formats,
         placement=placement,
-        activation_bytes=activation_bytes(placement, device_bytes),
+        activation_bytes=activation_bytes(placement, outline.device_bytes),
     )
     for plan, home in zip(plans, homes, strict=True):
         move_home(model, plan, home, initialize)
@@ -146,6 +137,11 @@ def stream(
     install(model, engine)
     print(engine.summary(), flush=True)
     return model
+
+
+def check_fits(model: nn.Module, *, bf16: bool | None = None) -> None:
+    """Raise the UserError that `stream` would, for what needs no values: the model may be on the meta device."""
+    _outline(model, _config, StreamOptions(), bf16=bf16, may_be_meta=True)
 
 
 def accumulate(
@@ -259,6 +255,44 @@ def _engine(model: nn.Module) -> Engine:
     if engine is None:
         raise UserError(f"this {type(model).__name__} is not streamed: call mt.stream(model) first")
     return engine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Outline:
+    """What a model becomes, as far as shapes tell. Nothing is allocated."""
+
+    layers: list[FoundLayer]
+    device: torch.device
+    formats: Formats
+    placement: Placement
+    memory: HostMemory
+    device_bytes: int | None
+
+
+def _outline(
+    model: nn.Module, config: Config, options: StreamOptions, *, bf16: bool | None, may_be_meta: bool
+) -> _Outline:
+    """Raises UserError: no repeated blocks, weights that cannot be taken home, too little memory."""
+    check_weights(model, may_be_meta=may_be_meta)
+    layers = find_layers(model)
+    device = _device(config)
+    precision = _precision(model, config, bf16)
+    formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
+    plans = plan_homes(model, layers, formats)
+    options = check_device_memory(plans, config, options)
+    memory = HostMemory(max_bytes=config.max_ram_bytes, offload_dir=config.offload_dir, pin=device.type == "cuda")
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    device_bytes = _device_bytes(device, config)
+    placement = plan_placement(plans, trainable, config, options, device_bytes)
+    memory.require(host_bytes(placement), f"training {type(model).__name__}")
+    return _Outline(
+        layers=layers,
+        device=device,
+        formats=formats,
+        placement=placement,
+        memory=memory,
+        device_bytes=device_bytes,
+    )
 
 
 def _device(config: Config) -> torch.device:

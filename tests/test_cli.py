@@ -131,6 +131,18 @@ def test_what_cannot_work_is_refused_before_training(
     assert files_below(tmp_path) == before
 
 
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("engine", "named"), [({"max_ram_gb": 1e-4}, "max_ram_gb"), ({"max_vram_gb": 1e-5}, "too small for one layer")]
+)
+def test_memory_that_is_too_small_is_known_before_the_data_and_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: dict[str, float], named: str, mode: list[str]
+) -> None:
+    code, out, err = command(capsys, "train", write_recipe(tmp_path, engine=engine), *mode)
+    assert code == 2 and named in err
+    assert "reading the data" not in out and "loading" not in out
+
+
 def test_a_disk_that_is_too_small_is_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

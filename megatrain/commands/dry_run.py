@@ -53,7 +53,7 @@ class Timings:
 
 def rehearse(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
     """Prints the plan and runs one tiny step through every path. Raises UserError for what will not fit."""
-    ingredients = prepare(recipe, console)
+    ingredients = prepare(recipe, arguments, console)
     report = ingredients.datasets.report
     length = RunLength.of(arguments, report.train.num_rows, report.train.num_tokens)
     needed = disk_rows(ingredients.model, arguments, length, recipe.engine.moments)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from megatrain import api
@@ -36,7 +37,7 @@ from megatrain.trainer import Trainer
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
 
 
 class CountingTrainer(Trainer):
@@ -140,8 +141,9 @@ def _refuse_earlier_run(folder: Path) -> None:
         )
 
 
-def prepare(recipe: Recipe, console: Console) -> Ingredients:
+def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> Ingredients:
     """Gets the model, reads the data and loads the weights. Raises UserError for what the user can mend."""
+    api.init(**{name: getattr(recipe.engine, name) for name in recipe.engine.__dataclass_fields__})
     resolved = resolve_model(
         recipe.model.name,
         revision=recipe.model.revision,
@@ -149,7 +151,9 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
         say=lambda line: print_step(console, line),
     )
     tokenizer = AutoTokenizer.from_pretrained(resolved.path, local_files_only=True)
-    check_samples(recipe.sample, tokenizer, AutoConfig.from_pretrained(resolved.path, local_files_only=True))
+    model_config = AutoConfig.from_pretrained(resolved.path, local_files_only=True)
+    check_samples(recipe.sample, tokenizer, model_config)
+    _check_fits(recipe, model_config, arguments)
     print_step(console, "reading the data")
     with _no_warnings("megatrain.data"):  # they stand in the report below
         datasets = build_datasets(recipe.data, tokenizer)
@@ -160,8 +164,6 @@ def prepare(recipe: Recipe, console: Console) -> Ingredients:
     print_fact(console, "model", f"{recipe.model.name}, {format_count(work.num_parameters)} parameters, {dtype}")
     print_fact(console, "", f"from {resolved.origin}")
     print_fact(console, "data", str(datasets.report))
-    config = recipe.engine
-    api.init(**{name: getattr(config, name) for name in config.__dataclass_fields__})
     datasets = datasets.fit_to(model)
     return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work, optimizer=recipe.optimizer)
 
@@ -175,6 +177,18 @@ def _no_warnings(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _check_fits(recipe: Recipe, config: PreTrainedConfig, arguments: TrainingArguments) -> None:
+    """Refuse a model that does not fit in memory before the data is read and its weights are loaded."""
+    dtype = {} if recipe.model.dtype == "auto" else {"dtype": recipe.model.dtype}
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, **dtype)
+        model.tie_weights()
+    except Exception:
+        return  # a class that cannot be built without values: the check comes when it has them
+    api.check_fits(model, bf16=arguments.bf16)
 
 
 def _load_weights(recipe: Recipe, resolved: ResolvedModel) -> nn.Module:

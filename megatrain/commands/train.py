@@ -61,7 +61,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
     from megatrain.commands.run import closing_engine, prepare, print_samples
     from megatrain.save.folder import check_place
 
-    ingredients = prepare(recipe, console)
+    ingredients = prepare(recipe, arguments, console)
     report = ingredients.datasets.report.train
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     length.settle_intervals(arguments)
