@@ -1,7 +1,8 @@
-"""The updater: the definition, however the work is split; torch.optim.AdamW, within rounding; errors that end a run."""
+"""The updater: the definition, however the work is split; what a segment refuses; errors that end a run."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -11,46 +12,78 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from update_cases import FORMATS, VARIANTS, assert_same_bits, by_the_definition, make_segment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from update_cases import (
+    LAYOUTS,
+    MASTERS,
+    RULES,
+    VARIANTS,
+    assert_same_bits,
+    by_the_definition,
+    copy,
+    cut,
+    make_segment,
+    make_stored,
+    value,
+)
 
 from megatrain.base.errors import UserError
-from megatrain.optim import torch_update, update
-from megatrain.optim.formula import AdamWScalars
-from megatrain.optim.segment import Segment
+from megatrain.optim import definition, rules, torch_update, update
+from megatrain.optim.kernel import Kernel, load_kernel
+from megatrain.optim.rules import Rule
+from megatrain.optim.segment import Ema, Segment
 from megatrain.optim.update import CpuUpdater, Measure
-from megatrain.store import masters
+from megatrain.store.codecs import BLOCK, FORMATS
+
+KINDS = list(itertools.product(LAYOUTS, FORMATS, RULES))
 
 
-@pytest.mark.parametrize("path", [*VARIANTS, "torch"])
-def test_twenty_steps_agree_with_torch_adamw(path: str) -> None:
-    """torch.optim.AdamW is the same rule with other roundings: lerp, addcmul and addcdiv, contracted or not.
+def make_list(sizes: list[int]) -> list[Segment]:
+    """Segments of these sizes, of many kinds: 23 has no factor in common with their number."""
+    segments = []
+    for i, size in enumerate(sizes):
+        layout, format_name, rule = KINDS[23 * i % len(KINDS)]
+        numbers = {"offset": i % 5, "odd": 0.003, "has_ema": i % 2 == 0, "first": i * BLOCK}
+        segments.append(make_segment(i, size, *layout, format_name, rule, **numbers))
+    return segments
 
-    Tolerance, with u = 2^-24, |g| in [0.5, 1], |w| <= 1.1, betas (0.9, 0.999), 20 steps; first order in u:
-    - m: ours rounds 3 times, by at most 2u in all (of terms of size <= 1); lerp by at most 1.4u. An error decays by 0.9
-      a step, so the two differ by at most 3.4u / (1 - 0.9) = 34u. Corrected for bias (1 - 0.9^20 = 0.878): 39u.
-      The denominator is at least 0.5, so m / denominator differs by at most 78u.
-    - v: all terms are positive, at most 4 roundings a step on each side, so 20 x 8u = 160u relative, and 80u after the
-      root. With root (theirs may be off by a whole unit), division, eps, the quotient and the step size on both sides
-      (11u): 91u of |m / denominator|, which is at most 1.2 by Cauchy-Schwarz: 110u.
-    - So one step differs by at most lr x 188u, and 20 steps by lr x 3760u = 3.8u at lr = 1e-3.
-    - The weight itself is rounded at most 2 times a step by each side: 20 x 4u x 1.1 = 88u.
-    Together 92u = 5.5e-6. Leaving out the decay would cost 20 x 1e-3 x 0.1 x |w| = 2e-3.
-    """
-    rng = np.random.default_rng(5)
-    size, lr = 3001, 1e-3
-    start = torch.from_numpy(rng.uniform(-1, 1, size).astype(np.float32))
-    theirs = torch.nn.Parameter(start.clone())
-    torch_adamw = torch.optim.AdamW([theirs], lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    ours, m, v = start.clone(), torch.zeros(size), torch.zeros(size)
-    with CpuUpdater(1, path) as updater:
-        for step in range(1, 21):
-            grad = rng.uniform(0.5, 1, size) * rng.choice([-1.0, 1.0], size)
-            theirs.grad = torch.from_numpy(grad.astype(np.float32))
-            torch_adamw.step()
-            scalars = AdamWScalars.at(step, lr, 0.9, 0.999, 1e-8, 0.1)
-            updater.run([Segment(ours, None, theirs.grad, m, v, scalars)])
-    assert (ours - start).abs().max() > 1e-3
-    assert (ours - theirs.detach()).abs().max() <= 92 * 2.0**-24
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(0, 1100),
+    blocks=st.lists(st.integers(0, 8), max_size=5),
+    rule=st.sampled_from(RULES),
+    layout=st.sampled_from(LAYOUTS),
+    odd=st.sampled_from([0.0, 0.003]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_definition_in_any_pieces_is_the_whole(
+    format_name: str,
+    seed: int,
+    size: int,
+    blocks: list[int],
+    rule: Rule,
+    layout: tuple[str, torch.dtype],
+    odd: float,
+) -> None:
+    """Cut at any multiples of a block, run in any order; the kernel runs each piece to the same bits."""
+    segment = make_segment(seed, size, *layout, format_name, rule, odd=odd, has_ema=True, first=5 * BLOCK)
+    expected = by_the_definition(segment)
+    in_kernel = copy(segment)
+    for part in reversed(cut(segment, blocks)):
+        definition.update_(part)
+    assert_same_bits(segment, expected)
+    if VARIANTS and Kernel.knows(segment):
+        kernel = load_kernel()
+        assert kernel is not None
+        for part in reversed(cut(in_kernel, blocks)):
+            kernel.update([part], 1)
+        assert_same_bits(in_kernel, expected)
 
 
 @pytest.mark.parametrize("path", ["auto", "torch"])
@@ -58,11 +91,11 @@ def test_twenty_steps_agree_with_torch_adamw(path: str) -> None:
 def test_updater_is_the_definition_however_it_splits(
     path: str, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Odd sizes, so that PyTorch's ranges and pieces end anywhere; many small segments, so that tasks gather several.
-    monkeypatch.setattr(torch_update, "RANGE", 777)
-    monkeypatch.setattr(torch_update, "PIECE", 100)
-    sizes = [0, 1, 5000, 3, 200, 200, 777, 1554, 400, 0, 776]
-    segments = [make_segment(i, n, *FORMATS[i % 4], offset=i % 5) for i, n in enumerate(sizes)]
+    # Short ranges and pieces; many small segments, so that tasks gather several.
+    monkeypatch.setattr(torch_update, "RANGE", 3 * BLOCK)
+    monkeypatch.setattr(torch_update, "PIECE", BLOCK)
+    sizes = [0, 1, 5000, 3, 200, 200, 777, 384, 400, 0, 383, *[100 + i for i in range(25)], 128, 385]
+    segments = make_list(sizes)
     expected = [by_the_definition(segment) for segment in segments]
     with CpuUpdater(num_threads, path) as updater:
         assert updater.run(segments) == [None] * len(sizes)
@@ -71,30 +104,39 @@ def test_updater_is_the_definition_however_it_splits(
         assert_same_bits(segment, truth)
 
 
+def test_what_the_kernel_does_not_know_runs_in_pytorch() -> None:
+    for format_name in FORMATS:
+        segment = make_segment(3, 500, format_name=format_name)
+        expected = by_the_definition(segment)
+        with CpuUpdater(1) as updater:
+            updater.run([segment, make_segment(4, 10)])
+            assert (updater._pool is not None) == (format_name == "2bit")
+        assert_same_bits(segment, expected)
+
+
+def test_ranges_and_pieces_are_whole_blocks() -> None:
+    assert torch_update.RANGE % torch_update.PIECE == torch_update.PIECE % BLOCK == 0
+
+
 @pytest.mark.parametrize("path", ["auto", "torch"])
 def test_measures_do_not_depend_on_threads(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_update, "RANGE", 501)
+    monkeypatch.setattr(torch_update, "RANGE", 4 * BLOCK)
     sizes = [7, 200_000, 600, 0]
     per_count = []
     for num_threads in (1, 2, 3, 7):
-        segments = [make_segment(i, n, True, torch.bfloat16, special=False) for i, n in enumerate(sizes)]
         with CpuUpdater(num_threads, path) as updater:
-            per_count.append(updater.run(segments, measure=True))
+            per_count.append(updater.run([make_segment(i, n) for i, n in enumerate(sizes)], measure=True))
     assert all(measures == per_count[0] for measures in per_count)
-    whole = [make_segment(i, n, True, torch.bfloat16, special=False) for i, n in enumerate(sizes)]
-    for measure, segment in zip(per_count[0], whole, strict=True):
-        old = masters.join(segment.weights, segment.low).double()
-        after = by_the_definition(segment)
-        change = (masters.join(after.weights, after.low) - old.float()).double()
+    for measure, segment in zip(per_count[0], [make_segment(i, n) for i, n in enumerate(sizes)], strict=True):
+        old, new = value(segment), value(by_the_definition(segment))
         assert measure is not None
-        np.testing.assert_allclose(measure.change_squares, (change**2).sum().item(), rtol=1e-12)
-        np.testing.assert_allclose(measure.weight_squares, (old**2).sum().item(), rtol=1e-12)
+        np.testing.assert_allclose(measure.change_squares, (new - old).double().square().sum().item(), rtol=1e-12)
+        np.testing.assert_allclose(measure.weight_squares, old.double().square().sum().item(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("path", ["auto", "torch"])
 def test_runs_of_several_threads_at_once(path: str) -> None:
-    sizes = [5000, 0, 100_000, 31]
-    lists = [[make_segment(i, n, *FORMATS[i % 4]) for i, n in enumerate(sizes)] for _ in range(3)]
+    lists = [make_list([5000, 0, 100_000, 31]) for _ in range(3)]
     expected = [by_the_definition(segment) for segment in lists[0]]
     with CpuUpdater(2, path) as updater, ThreadPoolExecutor(3) as callers:
         list(callers.map(updater.run, lists))
@@ -112,15 +154,16 @@ def test_a_run_is_one_call_of_the_kernel() -> None:
 
         def spy(*args: object) -> int:
             calls.append(args)
-            return kernel._adamw(*args)
+            return kernel._update(*args)
 
-        updater._kernel = replace(kernel, _adamw=spy)
-        segments = [make_segment(i, n, True, torch.bfloat16) for i, n in enumerate([300_000, 5, 0, 70_000])]
+        updater._kernel = replace(kernel, _update=spy)
+        segments = [make_segment(i, n, format_name="8bit") for i, n in enumerate([300_000, 5, 0, 70_000])]
         expected = [by_the_definition(segment) for segment in segments]
         updater.run(segments)
+        updater.run([], num_threads=2)
     for segment, truth in zip(segments, expected, strict=True):
         assert_same_bits(segment, truth)
-    assert [(num_ranges, num_threads) for _, num_ranges, num_threads, _ in calls] == [(4, 3)]
+    assert [(num_ranges, num_threads) for _, num_ranges, num_threads, _ in calls] == [(4, 3), (0, 2)]
 
 
 def test_two_cores_of_many_are_left_to_the_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +181,7 @@ def test_measure_ratio() -> None:
 
 def test_a_worker_exception_is_raised_after_the_others_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """In PyTorch: of 100 tasks on 3 threads, task 1 fails while task 2 runs."""
-    monkeypatch.setattr(torch_update, "RANGE", 10)
+    monkeypatch.setattr(torch_update, "RANGE", BLOCK)
     task_2_runs = threading.Event()
     ended = []
 
@@ -153,8 +196,8 @@ def test_a_worker_exception_is_raised_after_the_others_ended(monkeypatch: pytest
         ended.append(task)
 
     monkeypatch.setattr(torch_update, "_update", work)
-    segment = make_segment(0, 1000, False, torch.float32, special=False)
-    segment.grad.copy_(torch.arange(1000) // 10)
+    segment = make_segment(0, 100 * BLOCK, "fp32", torch.float32)
+    segment.grad.copy_(torch.arange(100 * BLOCK) // BLOCK)
     with CpuUpdater(3, "torch") as updater:
         with pytest.raises(MemoryError, match="worker 1"):
             updater.run([segment])
@@ -162,15 +205,16 @@ def test_a_worker_exception_is_raised_after_the_others_ended(monkeypatch: pytest
         assert len(ended) < 50, "tasks not yet started must be dropped"
 
 
-def test_weights_that_require_grad_are_updated_in_place() -> None:
-    for path in ("auto", "torch"):
-        segment = make_segment(3, 100, False, torch.float32, special=False)
-        expected = by_the_definition(segment)
-        segment.weights.requires_grad_(True)
-        with CpuUpdater(1, path) as updater:
-            updater.run([segment])
-        assert torch.equal(segment.weights, expected.weights)
-        assert segment.weights.grad_fn is None
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("path", ["auto", "torch"])
+def test_weights_that_require_grad_are_updated_in_place(path: str, master: str) -> None:
+    segment = make_segment(3, 100, master)
+    expected = by_the_definition(segment)
+    segment.weights.requires_grad_(True)
+    with CpuUpdater(1, path) as updater:
+        updater.run([segment])
+    assert_same_bits(segment, expected)
+    assert segment.weights.grad_fn is None
 
 
 @pytest.mark.parametrize("path", ["auto", "torch"])
@@ -179,24 +223,39 @@ def test_a_closed_updater_refuses(path: str) -> None:
     updater.close()
     updater.close()
     with pytest.raises(RuntimeError, match="closed"):
-        updater.run([make_segment(0, 10, False, torch.float32)])
+        updater.run([make_segment(0, 10)])
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(UserError, match="num_threads must be 1 or more, got 0"):
-        CpuUpdater(0)
+    for num_threads in (0, -1, 2.5, True, "2"):
+        with pytest.raises(UserError, match=f"num_threads must be a whole number of 1 or more, got {num_threads!r}"):
+            CpuUpdater(num_threads)
     with pytest.raises(UserError, match="unknown variant 'fast'"):
         CpuUpdater(1, "fast")
-    good = make_segment(0, 10, True, torch.bfloat16)
-    with pytest.raises(ValueError, match="Segment.weights must be torch.bfloat16"):
-        replace(good, weights=torch.zeros(10))
-    with pytest.raises(ValueError, match="Segment.weights must be torch.float32"):
-        replace(good, low=None)
-    with pytest.raises(ValueError, match="Segment.low must be torch.int16"):
-        replace(good, low=torch.zeros(10))
-    with pytest.raises(ValueError, match="Segment.m has 9 elements, grad has 10"):
-        replace(good, m=torch.zeros(9))
-    with pytest.raises(ValueError, match="Segment.v must be a flat contiguous CPU tensor"):
-        replace(good, v=torch.zeros(2, 5))
-    with pytest.raises(ValueError, match="Segment.grad must be a flat contiguous CPU tensor"):
-        replace(good, grad=torch.zeros(20)[::2])
+
+
+def test_a_segment_refuses_what_the_kernel_would_misread() -> None:
+    good = make_segment(0, 300, format_name="8bit", has_ema=True)
+    first, second = good.states
+    assert good.ema is not None
+
+    def refuses(message: str, **changes: object) -> None:
+        with pytest.raises(ValueError, match=message):
+            replace(good, **changes)
+
+    refuses("Segment.weights must be torch.bfloat16, got torch.float32", weights=torch.zeros(300))
+    refuses("Segment.weights must be torch.float32 or torch.bfloat16", low=None, weights=torch.zeros(300).half())
+    refuses("Segment.low must be torch.int16", low=torch.zeros(300))
+    refuses("Segment.grad must be torch.float32 or torch.bfloat16", grad=torch.zeros(300).double())
+    refuses("Segment.grad must be flat and contiguous on cpu", grad=torch.zeros(600)[::2])
+    refuses("Segment.weights must be flat .* got .* on meta", weights=torch.zeros(300, device="meta").bfloat16())
+    refuses("Segment.weights has 299 elements instead of 300", weights=torch.zeros(299).bfloat16())
+    refuses("adamw keeps 2, got 1", states=(first,))
+    refuses("sgd keeps 0, got 2", rule=rules.SGD)
+    refuses("exp_avg has 256 elements instead of 384", states=(replace(first, codes=first.codes[:256]), second))
+    refuses("exp_avg_sq must be torch.uint8", states=(first, replace(second, codes=torch.zeros(384))))
+    refuses("exp_avg_sq scales has 2 elements instead of 3", states=(first, replace(second, scales=torch.ones(2))))
+    refuses("exp_avg scales must be flat", states=(replace(first, scales=torch.ones(3, 1)), second))
+    refuses("must be of one format", states=(make_stored("4bit", 300), second))
+    refuses("Segment.ema must be torch.float32", ema=Ema(average=good.weights, decay=0.9))
+    refuses("Segment.ema has 9 elements", ema=Ema(average=torch.zeros(9), decay=0.9))
