@@ -388,3 +388,21 @@ def test_a_schedule_reaches_both_parts() -> None:
     scheduler.step()
     assert_same(mt.full_state_dict(model), before)
     assert all(state["step"] == 1 for state in optimizer.state.values())
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("compression", [False, "4bit"])
+def test_no_result_depends_on_the_place_on_a_gpu(compression: bool | str) -> None:
+    """The matrices of all places are orthogonalised on the GPU, so they have the same bits."""
+    settings = {"device": "cuda", "precision": "bf16", "optimizer_compression": compression}
+    many = [[{name: ids.cuda() for name, ids in batch.items()} for batch in step] for step in batches(3)]
+    results = []
+    for places in ({}, PLACES, "hbm", "stream"):
+        model, optimizer = start_muon(StreamOptions(places=places, **RACES), **settings)
+        train(model, optimizer, iter(many))
+        results.append({name: tensor.cpu() for name, tensor in result(model, optimizer).items()})
+    for other in results[1:]:
+        assert_same(other, results[0])

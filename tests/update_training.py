@@ -36,7 +36,7 @@ def start(
     options: StreamOptions | None = None, optimizer: Any = None, numbers: dict | None = None, **settings: Any
 ) -> tuple[nn.Module, HomeOptimizer]:
     """A streamed model and its optimizer. settings: of mt.init."""
-    mt.init(device="cpu", **settings)
+    mt.init(**{"device": "cpu", **settings})
     model = stream(tiny_llama(), options=options)
     numbers = {"lr": 1e-2, "weight_decay": 0.1, **(numbers or {})}
     if settings.get("clip") == "layer":
