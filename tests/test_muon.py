@@ -177,10 +177,8 @@ class Definition:
         formula.muon_direction_(direction, g, states[0], scalars)
         rows, columns = w.shape[-2:]
         matrices = [orthogonalise(one, (3.4445, -4.7750, 2.0315), 5, 1e-7) for one in direction.view(-1, rows, columns)]
-        factor = {
-            "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
-            None: math.sqrt(max(1, rows / columns)),
-        }[self.numbers["adjust_lr_fn"]]
+        is_original = self.numbers["adjust_lr_fn"] is None
+        factor = math.sqrt(max(1, rows / columns)) if is_original else 0.2 * math.sqrt(max(rows, columns))
         lr = self.numbers["lr"]
         scalars = formula.MuonStepScalars.at(lr, lr * factor, self.numbers["weight_decay"])
         formula.muon_step_(w, torch.stack(matrices).view(w.shape).float(), scalars)
@@ -246,8 +244,8 @@ def test_steps_agree_with_torch_muon(nesterov: bool, adjust_lr_fn: str | None) -
     numbers = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.5, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
     model, optimizer = start_muon(numbers=numbers)
     hidden = hidden_names(optimizer)
-    theirs = {name: nn.Parameter(value) for name, value in mt.full_state_dict(model).items() if name in hidden}
-    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in theirs.items()}
+    values = mt.full_state_dict(model)
+    theirs = {name: nn.Parameter(values[name].clone()) for name in hidden}
     torch_muon = torch.optim.Muon(theirs.values(), **numbers)
     generator = torch.Generator().manual_seed(3)
     for _ in range(4):
@@ -276,13 +274,8 @@ def test_no_result_depends_on_lanes_or_places(master: str, compression: bool | s
     settings = {"precision": "fp32" if master == "fp32" else "bf16", "master": master, "clip": clip}
     settings |= {"optimizer_compression": compression, "numbers": {"ema_decay": 0.9}}
     results = []
-    options = [
-        StreamOptions(serial=True),
-        StreamOptions(**RACES),
-        StreamOptions(places=PLACES, **RACES),
-    ]
-    for each in options:
-        model, optimizer = start_muon(each, **settings)
+    for options in ({"serial": True}, RACES, {"places": PLACES, **RACES}):
+        model, optimizer = start_muon(StreamOptions(**options), **settings)
         train(model, optimizer, batches(3), clip)
         results.append(result(model, optimizer))
     assert_same(results[1], results[0])
@@ -368,8 +361,7 @@ def test_a_step_with_a_bad_gradient_changes_nothing() -> None:
 def test_updates_are_measured() -> None:
     model, optimizer = start_muon()
     the_engine(model).measure_updates = True
-    before = mt.full_state_dict(model)
-    before = {name: value.clone() for name, value in before.items()}
+    before = {name: value.clone() for name, value in mt.full_state_dict(model).items()}
     train(model, optimizer, batches(1))
     after = mt.full_state_dict(model)
     names = [name for name in before if name.startswith("model.layers.1.")]
