@@ -16,7 +16,8 @@ from megatrain.execute.engine import engine_of
 
 
 class LayerReports(transformers.TrainerCallback):
-    """Adds grad_norm/LAYER and update_ratio/LAYER (|dw| / |w|) to the training logs.
+    """Adds grad_norm/LAYER and update_ratio/LAYER (|dw| / |w|) to the training logs, and the number of steps that were
+    skipped for gradients that were not finite, once there are any.
 
     The logs reach the callbacks in turn as one dict, and this one adds to it; the trainer's own log_history is written
     before and stays small. A logged step reports its own gradients, and the update before it: its own update is
@@ -38,6 +39,9 @@ class LayerReports(transformers.TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "grad_norm" in logs:
             logs.update(self._report)
+            num_skipped = getattr(kwargs.get("optimizer"), "num_skipped_steps", 0)
+            if num_skipped:
+                logs["skipped_steps"] = num_skipped
 
 
 def is_logged(step: int, args: transformers.TrainingArguments, state: Any, steps_per_epoch: int | None) -> bool:

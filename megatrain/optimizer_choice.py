@@ -78,6 +78,10 @@ class OptimizerConfig:
     adamw_eps: float | None = None
     """Of muon's AdamW. Left out: `training.adam_epsilon`."""
 
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay (4 bytes a parameter more), and save it beside
+    the model, in `ema`. Left out: none is kept."""
+
     max_skipped_steps: int = 10
     """Steps in a row that may be skipped because a gradient is not finite; one more ends the run."""
 
@@ -87,7 +91,7 @@ class OptimizerConfig:
         for number in self._given():
             if self.name is None:
                 raise UserError(f"optimizer.{number} needs optimizer.name, which says whose number it is")
-            if number not in NUMBERS[self.name]:
+            if number not in (*NUMBERS[self.name], "ema_decay"):
                 known = ", ".join(NUMBERS[self.name])
                 raise UserError(f"optimizer.{number} is no number of {self.name}, which reads {known}; leave it out")
         self._check_ranges()
@@ -127,7 +131,7 @@ class OptimizerConfig:
         for number, value in self._given().items():
             if number.endswith("betas") and not (len(value) == 2 and all(0 <= beta < 1 for beta in value)):
                 raise UserError(f"optimizer.{number} is {list(value)}; use two numbers from 0 to below 1")
-            if number in ("momentum", "dampening") and not 0 <= value < 1:
+            if number in ("momentum", "dampening", "ema_decay") and not 0 <= value < 1:
                 raise UserError(f"optimizer.{number} is {value}; use a number from 0 to below 1")
             if number in ("eps", "adamw_eps", "adamw_lr") and not 0 <= value < float("inf"):
                 raise UserError(f"optimizer.{number} is {value}; use 0 or more")

@@ -29,18 +29,17 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from megatrain import api, optim
+from megatrain import api
 from megatrain.arguments import check_arguments
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.layer_reports import LayerReports
+from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
 from megatrain.save.folder import check_place, whole_folder
 from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
 
 Batch = dict[str, Any]
-
-_OPTIMIZERS = tuple(getattr(optim, name) for name in optim.__all__)
 
 
 class Trainer(transformers.Trainer):
@@ -64,7 +63,7 @@ class Trainer(transformers.Trainer):
             args = transformers.TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
         given = inspect.signature(transformers.Trainer).bind(model, args, *positional, **keywords).arguments
-        _check_given_optimizer(given, model)
+        check_given_optimizer(given, model)
         if args.n_gpu > 1:
             args._n_gpu = 1  # else transformers multiplies the batch by the GPUs and wraps the model
         self._batches: list[Batch] = []
@@ -223,7 +222,7 @@ class Trainer(transformers.Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         optimizer = self.create_optimizer()
-        _check_optimizer("create_optimizer returned", optimizer, self.model)
+        check_optimizer("create_optimizer returned", optimizer, self.model)
         # accelerate takes an optimizer so marked as it is. Its wrapper would copy the state through the device, and
         # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
         optimizer._is_accelerate_prepared = True
@@ -245,11 +244,18 @@ class Trainer(transformers.Trainer):
     # Saving and loading
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them."""
+        """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them.
+
+        Where the optimizer keeps an average of the weights, it is saved the same way in the folder `ema` beside them.
+        """
         target = output_dir or self.args.output_dir
         needed_bytes = checkpoint_bytes(self.model, self.engine)
         with whole_folder(target, keep_others=True, needed_bytes=needed_bytes) as folder:
             self._save(str(folder))
+        if not _internal_call and getattr(self.optimizer, "ema_decay", None) is not None:
+            average = os.path.join(target, "ema")
+            with self.optimizer.ema_weights(), whole_folder(average, needed_bytes=needed_bytes) as folder:
+                self._save(str(folder))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -368,31 +374,6 @@ def _streamed(model: nn.Module, args: transformers.TrainingArguments) -> nn.Modu
         args.dataloader_pin_memory = False  # it helps copies to a GPU alone; without one torch warns of it
     args.__dict__["_setup_devices"] = engine.device  # the cached value behind args.device
     return model
-
-
-def _check_given_optimizer(given: dict[str, Any], model: nn.Module | None) -> None:
-    optimizer = (given.get("optimizers") or (None, None))[0]
-    optimizer_class = (given.get("optimizer_cls_and_kwargs") or (None, None))[0]
-    if optimizer is not None:
-        _check_optimizer("optimizers=", optimizer, model)
-    if optimizer_class is not None and not issubclass(optimizer_class, _OPTIMIZERS):
-        raise UserError(_foreign_optimizer("optimizer_cls_and_kwargs=", optimizer_class))
-
-
-def _check_optimizer(source: str, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
-    if not isinstance(optimizer, _OPTIMIZERS):
-        raise UserError(_foreign_optimizer(source, type(optimizer)))
-    own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(f"{source} an optimizer of another model: build it from the model that the Trainer gets")
-
-
-def _foreign_optimizer(source: str, optimizer_class: type) -> str:
-    names = ", ".join(f"megatrain.optim.{available.__name__}" for available in _OPTIMIZERS)
-    return (
-        f"{source} {optimizer_class.__module__}.{optimizer_class.__qualname__} cannot update streamed weights. "
-        f"Available: {names}. Build one from the model after megatrain.stream(model), or let the Trainer build it"
-    )
 
 
 def _checkpoint_dir(run_dir: str, step: int) -> str:

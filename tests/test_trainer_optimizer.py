@@ -136,3 +136,18 @@ def test_a_skipped_step_pauses_the_schedule(tmp_path: Path) -> None:
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates[1] == rates[2]
     assert len(set(rates)) == len(rates) - 1
+
+
+def test_the_average_of_the_weights_is_saved_beside_the_model(tmp_path: Path) -> None:
+    mt.init(device="cpu")
+    options = {"lr": 1e-2, "ema_decay": 0.5}
+    given = {"optimizer_cls_and_kwargs": (mt.optim.AdamW, options)}
+    trainer, _ = train(mt.Trainer, tmp_path, llama(), given)
+    trainer.save_model(str(tmp_path / "model"))
+    weights, averages = (
+        LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "model", tmp_path / "model/ema")
+    )
+    with trainer.optimizer.ema_weights():
+        expected = mt.full_state_dict(trainer.model)
+    assert all(torch.equal(averages[name], value) for name, value in expected.items())
+    assert not torch.equal(weights["model.norm.weight"], averages["model.norm.weight"])
