@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.base.errors import UserError
+from megatrain.execute.apart import copied
 from megatrain.execute.attributes import OwnAttributes, set_attributes, setting_attributes
 from megatrain.execute.capture import publish, recording
 from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
@@ -126,7 +127,8 @@ class Call:
             self.kept = KeptGraph([*results, *shared], inputs, params)
         self.is_differentiable = [r.requires_grad if has_graph else r.is_floating_point() for r in results]
         self.is_differentiable += [True] * len(shared)
-        return (*(r.detach() for r in results), *(s.new_empty(()).expand(s.shape).detach() for s in shared))
+        outputs = [copied(result) if params.hold(result) else result.detach() for result in results]
+        return (*outputs, *(s.new_empty(()).expand(s.shape).detach() for s in shared))
 
     def publish(self, outputs: Sequence[torch.Tensor], own: OwnAttributes | None) -> Any:
         """Put `outputs` (by now differentiable) where `forward` took its tensors from; returns the layer's result.

@@ -20,11 +20,14 @@ def recording_keys() -> tuple[str, ...]:
 
     Hidden states are not among them: they are recorded on the layer's own call, outside of its streamed forward.
     """
-    collector = _collector()
-    recorded = None if collector is None else collector.get()
-    if not recorded:
-        return ()
+    recorded = recorded_so_far()
     return tuple(key for key, value in recorded.items() if isinstance(value, list) and key != "hidden_states")
+
+
+def recorded_so_far() -> Recorded:
+    """What the running forward has recorded, by key."""
+    collector = _collector()
+    return (None if collector is None else collector.get()) or {}
 
 
 @contextlib.contextmanager

@@ -57,15 +57,20 @@ class Node:
 
 
 class Taker:
-    """Takes values apart. The same tensor gets one place, however often it is met; so does the same container."""
+    """Takes values apart. The same tensor gets one place, however often it is met; so does the same container.
 
-    def __init__(self) -> None:
+    Args:
+        enters_caches: take key-value caches apart as well.
+    """
+
+    def __init__(self, *, enters_caches: bool = True) -> None:
         self.tensors: list[torch.Tensor] = []
         self.mutable: list[tuple[Node, Any]] = []
         """Every container that could be changed, behind its pattern."""
 
         # By id. The second of a pair keeps the object alive, so that its id is not used again.
         self._places: dict[int, tuple[Any, Any]] = {}
+        self._enters_caches = enters_caches
 
     def take(self, value: Any) -> Any:
         """The pattern of `value`. Its tensors are added to `tensors`."""
@@ -76,7 +81,7 @@ class Taker:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             pattern: Any = _Hole(len(self.tensors) - 1)
-        elif not _is_container(value):
+        elif not _is_container(value) or (is_cache(type(value)) and not self._enters_caches):
             return value
         elif isinstance(value, tuple):
             taken = self.take_contents(value)

@@ -23,8 +23,10 @@ from torch.utils import _pytree as pytree
 
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.units import format_count
+from megatrain.execute.apart import apart
+from megatrain.execute.attributes import set_attributes, setting_attributes
 from megatrain.execute.call import Arguments, Call, LayerFunction
-from megatrain.execute.capture import recording_keys
+from megatrain.execute.capture import recorded_so_far, recording_keys
 from megatrain.execute.fetch import Fetcher
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
@@ -176,8 +178,12 @@ class Engine:
     def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         self._check_inputs(layer, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        with self.visit(layer) as params, layer.bound(params):
-            return layer.run(args, kwargs)
+        with self.visit(layer) as params:
+            with layer.bound(params), setting_attributes(layer.own_modules) as attributes:
+                result = layer.run(args, kwargs)
+            result, *_ = apart((result, attributes, args, kwargs, recorded_so_far()), params)
+        set_attributes(attributes)
+        return result
 
     @contextlib.contextmanager
     def visit(self, layer: StreamedLayer) -> Iterator[Views]:

@@ -22,10 +22,22 @@ from megatrain.store.home import Home
 
 
 class Views(dict[Field, torch.Tensor]):
-    """A layer's parameters in a slot, for one visit."""
+    """A layer's parameters in a slot, for one visit.
 
-    is_guarded = False
-    """`call.py` has made sure that no backward but its own reaches them."""
+    Args:
+        weights: the slot.
+    """
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.is_guarded = False
+        """`call.py` has made sure that no backward but its own reaches them."""
+
+        self._storage = _storage(weights)
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` views the slot, be it by way of `.data`."""
+        return _storage(tensor) == self._storage
 
 
 class StreamedLayer:
@@ -75,7 +87,7 @@ class StreamedLayer:
         Trainable ones require grad, for calls without grad mode too: PyTorch picks some kernels by that alone.
         """
         self._check_unchanged()
-        views = Views()
+        views = Views(weights)
         for field in self.fields:
             view = view_field(weights, field)
             views[field] = view.detach().requires_grad_() if self.home.trainable[field] else view
@@ -104,6 +116,10 @@ class StreamedLayer:
                 "cannot see: compute a changed copy in the forward, or change weights between steps"
             )
         self._watched.add(self.module.training)
+        for module in self.modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and views.hold(buffer):
+                    module._buffers[name] = buffer.detach().clone()
 
     def recover(self) -> None:
         """After an interrupt at any place: the module holds its own parameters."""
@@ -128,6 +144,14 @@ class StreamedLayer:
             )
         if self._own is None:
             self._own = [owner._parameters[attribute] for owner, attribute, _ in self._places]
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """What tensors over the same memory have in common. None for those without memory of one piece."""
+    if tensor.layout is not torch.strided:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata
 
 
 def _marks(views: Views, is_first: bool) -> list[int]:
