@@ -95,7 +95,18 @@ def test_a_tensor_that_changed_between_two_layers_is_two() -> None:
     second = store.keep(tensor)
     assert first is not None and second is not None
     assert torch.equal(store.take(second), BASE + 1)
-    assert torch.equal(store.take(first), BASE)
+    with pytest.raises(mt.UserError, match="changes a layer's input in place"):
+        store.take(first)
+
+
+def test_a_tensor_that_changes_by_a_view_that_outlives_it() -> None:
+    tensor, store = BASE.clone(), make_store(0)
+    view, boundary = tensor[3], store.keep(tensor)
+    del tensor
+    view.zero_()
+    assert boundary is not None
+    with pytest.raises(mt.UserError, match="changes a layer's input in place"):
+        store.take(boundary)
 
 
 def make_gated_store(budget_bytes: int) -> tuple[ActivationStore, list[Fence]]:

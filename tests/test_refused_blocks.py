@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from comparing import stream
+from comparing import assert_same_step, stream
 from model_zoo import VOCAB, Block, Stack, make_batch
 from torch import nn
 
@@ -87,9 +90,18 @@ def test_a_batch_on_another_device_is_refused_by_name() -> None:
         model(make_batch()["input_ids"].to("meta"))
 
 
-@pytest.mark.parametrize("activation_bytes", [1 << 30, 0])
+def change_the_input(h: torch.Tensor) -> None:
+    h.mul_(2)
+
+
+def change_a_view(h: torch.Tensor) -> None:
+    h[0].zero_()
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_bytes": 0}, {"activation_bytes": 0, "serial": True}], ids=str)
+@pytest.mark.parametrize("change", [change_the_input, change_a_view])
 def test_an_input_changed_in_place_behind_its_layer_is_refused(
-    activation_bytes: int, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[torch.Tensor], None], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept on the device or on the host: the recomputation would start from other values."""
     monkeypatch.setattr("megatrain.transport.activations.MIN_BYTES", 1)
@@ -97,10 +109,29 @@ def test_an_input_changed_in_place_behind_its_layer_is_refused(
     def run(model: Stack, h: torch.Tensor) -> torch.Tensor:
         for block in model.blocks:
             out = block(h)
-            h.mul_(2)
+            if model.is_changing:
+                change(h)
             h = out
         return h
 
-    _, model = stream(Stack(blocks(), run), activation_bytes=activation_bytes, lane_delay_seconds=0.01)
+    model = Stack(blocks(), run)
+    model.is_changing = True
+    plain, model = stream(model, **options)
     with pytest.raises((RuntimeError, UserError), match="in.?place"):
         model(**make_batch())["loss"].backward()
+    # And the lanes go on.
+    plain.is_changing = model.is_changing = False
+    model.zero_grad()
+    assert_same_step(plain, model, lambda each: each(**make_batch())["loss"])
+
+
+def test_a_tensor_changed_in_place_between_two_layers_is_another() -> None:
+    """The first layer's result is not used, so that plain PyTorch has nothing to say."""
+
+    def run(model: Stack, h: torch.Tensor) -> torch.Tensor:
+        model.unused = model.blocks[0](h)
+        h.mul_(2)
+        return model.blocks[1](h) + model.blocks[2](h)
+
+    plain, model = stream(Stack(blocks(), run))
+    assert_same_step(plain, model, lambda each: each(**make_batch())["loss"])

@@ -148,7 +148,7 @@ class Call:
             filling.write(live, changed)
         aliases = outputs[self._num_results :]
         for index, alias in zip(self._shared, aliases, strict=True):
-            _alias_of[self.tensors[index]] = weakref.ref(alias)
+            _alias_of[self.tensors[index]] = weakref.ref(alias), self.tensors[index]._version
         for output in outputs[: self._num_results] if aliases else ():
             # An alias lives as long as a result does, which holds on to this call's node anyway.
             _kept_by[output] = aliases
@@ -356,9 +356,9 @@ class LayerFunction(torch.autograd.Function):
 
 
 def _newest(tensor: torch.Tensor) -> torch.Tensor:
-    """The alias that the last call put in the place of `tensor`, or the tensor."""
-    reference = _alias_of.get(tensor)
-    alias = None if reference is None else reference()
+    """The alias that the last call put in the place of `tensor`, or the tensor: changed in place, it is another."""
+    reference, version = _alias_of.get(tensor, (None, None))
+    alias = reference() if reference is not None and version == tensor._version else None
     return tensor if alias is None else alias
 
 

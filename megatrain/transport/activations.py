@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import span
 from megatrain.store.buffers import BufferPool
@@ -31,11 +32,19 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.version = tensor._version
+        # Without bytes, it counts versions with `tensor`, its views and its base, which outlive it perhaps.
+        self._counter = tensor.detach()
+        self._counter.data = tensor.new_empty(0)
         self.num_boundaries = 0
         self.buffer: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self.device: torch.Tensor | None = None
         self.arrived = Fence.done()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return self._counter._version != self.version
 
 
 class Boundary:
@@ -96,7 +105,7 @@ class ActivationStore:
         if tensor.numel() * tensor.element_size() < MIN_BYTES:
             return None
         kept = self._kept.get(tensor)
-        if kept is None or kept.num_boundaries == 0 or kept.version != tensor._version:
+        if kept is None or kept.num_boundaries == 0 or kept.has_changed:
             kept = self._kept[tensor] = self._keep(tensor)
         boundary = Boundary(self, kept)
         if kept.host is not None:
@@ -104,8 +113,15 @@ class ActivationStore:
         return boundary
 
     def take(self, boundary: Boundary) -> torch.Tensor:
-        """The activation on the device, ordered before the caller's next work. It comes again if it is taken again."""
+        """The activation on the device, ordered before the caller's next work. It comes again if it is taken again.
+
+        Raises UserError if the tensor was changed after it was kept: when its copy was made, no one knows.
+        """
         kept = boundary.kept
+        if kept.has_changed:
+            raise UserError(
+                "the model changes a layer's input in place after the layer has run: write x = x + y for x += y"
+            )
         self._fetch(kept)
         tensor, kept.device = kept.device, None
         assert tensor is not None
