@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_equal, assert_same_accumulation, assert_same_gradients, assert_same_step, gradients, stream
+from comparing import (
+    assert_equal,
+    assert_same_accumulation,
+    assert_same_gradients,
+    assert_same_step,
+    gradients,
+    stream,
+    the_engine,
+)
 from model_zoo import VOCAB, Block, Stack, make_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -126,8 +134,8 @@ def test_checkpointed_blocks_in_accumulate(use_reentrant: bool) -> None:
     assert_same_accumulation(plain, model, batches(), loss_of)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 3])
-def test_checkpointed_head_in_accumulate(num_chunks: int) -> None:
+@pytest.mark.parametrize(("num_chunks", "use_reentrant"), [(1, False), (3, False), (1, True)])
+def test_checkpointed_head_in_accumulate(num_chunks: int, use_reentrant: bool) -> None:
     """The usual trick against large logits."""
 
     def loss_of(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -137,7 +145,7 @@ def test_checkpointed_head_in_accumulate(num_chunks: int) -> None:
             return nn.functional.cross_entropy(model.head(chunk).flatten(0, 1), labels.flatten(), reduction="sum")
 
         chunks = zip(x.chunk(num_chunks, 1), batch["labels"].chunk(num_chunks, 1), strict=True)
-        return sum(checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks)
+        return sum(checkpoint(loss_of_chunk, *chunk, use_reentrant=use_reentrant) for chunk in chunks)
 
     plain, model = stream(make_stack())
     # The head of several chunks is called more than once in a micro-batch.
@@ -179,6 +187,73 @@ def test_a_second_streamed_model_in_the_loss(width: int, is_trained: bool) -> No
         assert_equal(gradients(plain_teacher), gradients(teacher))
         for each in (plain, model, plain_teacher, teacher):
             each.zero_grad()
+
+
+def test_a_second_streamed_model_that_looks_at_the_first() -> None:
+    """A critic of the first one's logits, trained along with it."""
+    plain, model = stream(make_stack())
+    plain_critic, critic = stream(make_stack(width=64))
+
+    def loss_of(each: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        judge = plain_critic if each is plain else critic
+        shares = each(batch["input_ids"])["logits"].softmax(-1)
+        return judge.head(in_order(judge, shares @ judge.embed.weight)).square().mean()
+
+    for _ in range(2):
+        # What it fetches is not a layer's: one sum a micro-batch.
+        assert_same_accumulation(plain, model, batches(), loss_of)
+        assert_equal(gradients(plain_critic), gradients(critic))
+        for each in (plain, model, plain_critic, critic):
+            each.zero_grad()
+
+
+def test_a_loss_that_cannot_be_followed_is_refused() -> None:
+    plain, model = stream(make_stack())
+    _, critic = stream(make_stack(width=64))
+
+    def mixed(each: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        first = each.blocks[0](each.embed(batch["input_ids"]))
+        logits = each.head(each.blocks[1](first))
+        judged = critic.head(in_order(critic, logits.softmax(-1) @ critic.embed.weight)).square().mean()
+        return judged + (logits.mean() * first).sum()
+
+    with pytest.raises(UserError, match="mt.accumulate cannot follow.*loss.backward"):
+        the_engine(model).accumulate([lambda: mixed(model, make_batch())])
+    model.zero_grad()
+    assert_same_accumulation(plain, model, batches(), loss_of)
+
+
+def test_a_leaf_of_the_users_own() -> None:
+    """A tensor that is trained along: the layers and the loss look at it."""
+    plain, model = stream(make_stack())
+    leaves = {id(each): torch.full((WIDTH,), 0.1, requires_grad=True) for each in (plain, model)}
+
+    def loss_of(each: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        own = leaves[id(each)]
+        logits = each.head(in_order(each, each.embed(batch["input_ids"]) + own) * own)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + own.square().sum()
+
+    assert_same_accumulation(plain, model, batches()[:1], loss_of)
+    torch.testing.assert_close(leaves[id(model)].grad, leaves[id(plain)].grad, rtol=1e-6, atol=0)
+
+
+def test_the_last_layer_returns_the_loss() -> None:
+    class Losing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    stack = make_stack()
+    stack.head = Losing(WIDTH, VOCAB)
+
+    def loss_of(each: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        loss = each.head(in_order(each, each.embed(batch["input_ids"])))
+        loss.register_hook(lambda grad: 3 * grad)
+        return loss
+
+    plain, model = stream(stack)
+    for _ in range(2):
+        assert_same_accumulation(plain, model, batches(), loss_of)
+        plain.zero_grad(), model.zero_grad()
 
 
 # What a layer comes to do later

@@ -98,10 +98,6 @@ class Call:
         self.trained = layer.trainable_fields()
         self.keep_graph = keep_graph
         self.kept: KeptGraph | None = None
-        self.is_recorded = False
-        """Part of a micro-batch of an accumulation, whose first backward only collects (see `runs`)."""
-
-        self.collected: list[torch.Tensor | None] | None = None
         self.is_differentiable: list[bool] = []
         self._num_results = 0
         self._changed: list[int] = []
@@ -199,14 +195,6 @@ class Call:
             return None
         of_shared = dict(zip(self._shared, grads[self._num_results :], strict=True))
         return [of_shared.get(index) for index in range(len(self.needs_grad))]
-
-    def collect(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep gradients of the outputs for later (see `runs`)."""
-        if self.collected is None:
-            self.collected = [None] * len(grads)
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                self.collected[i] = grad if self.collected[i] is None else self.collected[i] + grad
 
     def _recompute(self, params: Views, tensors: Sequence[torch.Tensor]) -> KeptGraph:
         inputs = self._detached(tensors, requires_grad=True)
@@ -340,9 +328,6 @@ class LayerFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        if call.engine.is_collecting and call.is_recorded:
-            call.collect(grads)
-            return (None, None, *[None] * len(call.needs_grad))
         take = call.engine.activations.take
         pairs = zip(ctx.saved_tensors, ctx.boundaries, strict=True)
         tensors = [take(boundary) if saved is None else saved for saved, boundary in pairs]

@@ -8,9 +8,10 @@ A backward may run others inside (a reentrant checkpoint): they add to the pass 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,12 +20,26 @@ from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.transport.drain import GradientAccumulator, GradientPacket
 
+_num_wanting_all = 0
+
+
+@contextlib.contextmanager
+def wanting_all() -> Iterator[None]:
+    """A backward for the length of the block wants the gradients of all weights that it comes to, whatever it asks
+    for by name."""
+    global _num_wanting_all
+    _num_wanting_all += 1
+    try:
+        yield
+    finally:
+        _num_wanting_all -= 1
+
 
 def wants_gradient(ctx: Any) -> bool:
     """Whether the running backward asks for gradients of the weights behind a function whose first tensor is an anchor:
     `autograd.grad` and `backward(inputs=...)` do not."""
     anchor = ctx.next_functions[0][0]
-    return anchor is not None and torch._C._will_engine_execute_node(anchor)
+    return anchor is not None and (_num_wanting_all > 0 or torch._C._will_engine_execute_node(anchor))
 
 
 class Use:

@@ -6,14 +6,15 @@ have come to the layer; then all run it in one visit. The order makes every sum 
 - In a group, micro-batches run last to first. Autograd's backward goes by falling sequence number, so one backward over
   all of them is layer-major by itself, first micro-batch first, as in plain accumulation.
 - The last layer (a head) runs first to last, and each micro-batch's loss and head have their backward at once, in the
-  same visit: the logits of one micro-batch live at a time. That backward only *collects* at the other layers (the
-  auxiliary loss of a router comes from there); the collected gradients are roots of the one backward that follows.
+  same visit: the logits of one micro-batch live at a time. What this loss sends to other layers (the auxiliary loss of
+  a router, a hidden state) waits at their outputs: it is a root of the one backward that follows (see `above`).
 
 Rule: the order of sums does not depend on slots, lanes or timing. What it gives up: where one micro-batch visits a
 parameter more than once (tied weights, a layer called twice), its parts are added in another order than in plain
 accumulation: equal to rounding, not bit for bit. So is a step whose last layer is not the last of the step before.
-Hooks on tensors between layers are called once more, with None, when the backward of the loss passes them. State that a
-block carries from one micro-batch to the next (running means) meets them last to first.
+What the loss and a later layer both look at, and is no layer's output (a norm's), has two backwards, each with a part
+of its gradient, and so have the hooks on it. State that a block carries from one micro-batch to the next (running
+means) meets them last to first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import greenlet
 import torch
+from torch.autograd.graph import GradientEdge, Node
 
 from megatrain.base.errors import UserError
+from megatrain.execute.above import Roots, TensorHooks, hooks_of, loss_backward
 from megatrain.execute.attributes import OwnAttributes
 from megatrain.execute.context import AutocastState, Hooks, RngState, get_saved_tensor_hooks, set_saved_tensor_hooks
 
@@ -36,15 +39,20 @@ if TYPE_CHECKING:
     from megatrain.execute.layer import StreamedLayer
     from megatrain.spec.layout import Field
 
-Edges = list[torch.autograd.graph.GradientEdge | None]
-Roots = list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]
-
 
 class _State(NamedTuple):
     is_grad_enabled: bool
     hooks: Hooks
     autocast: AutocastState
     rng: RngState | None
+
+
+class _Kept(NamedTuple):
+    """A call whose graph is kept, its node, and where gradients of its inputs go."""
+
+    call: Call
+    node: Node
+    of_inputs: list[GradientEdge | None]
 
 
 class Run(greenlet.greenlet):
@@ -55,10 +63,13 @@ class Run(greenlet.greenlet):
         super().__init__(self._main)
         self.gr_context = contextvars.copy_context()
         self.aliases: dict[Field, torch.Tensor] = {}
-        self.calls: list[tuple[Call, Edges, Edges]] = []
+        self.hooks: list[TensorHooks] = []
+        """Those on outputs of layers."""
+
         self.attributes = OwnAttributes()
         self.layer: StreamedLayer | None = None
         self.loss: torch.Tensor | None = None
+        self.kept: _Kept | None = None
         self.keeps_graph = False
         self.engine = engine
         self._device = engine.device
@@ -77,8 +88,8 @@ class Run(greenlet.greenlet):
         if not self.dead:
             self._go(functools.partial(self.throw, greenlet.GreenletExit))
         self.aliases.clear()
-        self.calls.clear()
-        self.loss = None
+        self.hooks.clear()
+        self.loss = self.kept = None
 
     def _go(self, switch: Callable[[], StreamedLayer]) -> None:
         outside = self._get_state()
@@ -97,16 +108,17 @@ class Run(greenlet.greenlet):
 
     def record(self, call: Call, outputs: Sequence[torch.Tensor]) -> None:
         """Called from inside: `call` is part of this micro-batch's graph."""
-        call.is_recorded = True
-        edge = torch.autograd.graph.get_gradient_edge
-        of_outputs = [edge(output) if output.requires_grad else None for output in outputs]
-        of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
-        self.calls.append((call, of_outputs, of_inputs))
+        differentiable = [output for output in outputs if output.requires_grad]
+        self.hooks += map(hooks_of, differentiable)
+        if call.kept is not None and differentiable:
+            edge = torch.autograd.graph.get_gradient_edge
+            of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
+            self.kept = _Kept(call, differentiable[0].grad_fn, of_inputs)
 
     def drop_kept(self) -> None:
         """A graph kept for a layer that was not the last after all would read a refilled slot. Recompute instead."""
-        for call, _, _ in self.calls:
-            call.kept = None
+        if self.kept is not None:
+            self.kept.call.kept = self.kept = None
 
     def _main(self) -> None:
         if self._seed is not None:
@@ -222,25 +234,28 @@ def _loss_backward(engine: Engine, run: Run) -> tuple[torch.Tensor, Roots]:
     try:
         # The graph above the layers is walked again by the one backward, so it is not freed; what belongs to this
         # loss alone (logits) goes with it.
-        torch.autograd.backward(loss, retain_graph=True)
+        found = loss_backward(engine, loss, run.hooks)
     finally:
         engine.is_collecting = False
-    roots: Roots = []
-    if run.calls and run.calls[-1][0].kept is not None:
-        call, _, of_inputs = run.calls.pop()
-        if call.collected is not None:
-            grads = engine.backward_call(call, call.kept.inputs, call.collected, wants_weights=True)
-            roots += _pairs(of_inputs, grads)
-        call.collected = call.kept = None
-    for call, of_outputs, _ in run.calls:
-        if call.collected is not None:
-            roots += _pairs(of_outputs, call.collected)
-            call.collected = None
-    return loss.detach(), roots
+    if run.kept is None:
+        return loss.detach(), found
+    node = run.kept.node
+    roots = _kept_backward(engine, run.kept, [pair for pair in found if pair[0].node is node])
+    run.drop_kept()
+    return loss.detach(), [*roots, *(pair for pair in found if pair[0].node is not node)]
 
 
-def _pairs(edges: Edges, grads: Sequence[torch.Tensor | None]) -> Roots:
-    pairs = zip(edges, grads, strict=True)
+def _kept_backward(engine: Engine, kept: _Kept, found: Roots) -> Roots:
+    """Backward of a layer on the graph that its forward kept. found: gradients of its outputs."""
+    if not found:
+        return []
+    edges, grads = zip(*found, strict=True)
+    wanted = list(dict.fromkeys(edges))
+    # Their sums, after the hooks on the outputs.
+    sums = dict(zip((edge.output_nr for edge in wanted), torch.autograd.grad(edges, wanted, grads), strict=True))
+    of_outputs = [sums.get(index) for index in range(len(kept.call.is_differentiable))]
+    of_inputs = engine.backward_call(kept.call, kept.call.kept.inputs, of_outputs, wants_weights=True)
+    pairs = zip(kept.of_inputs, of_inputs, strict=True)
     return [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
 
 
