@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,26 +16,28 @@ from torch import nn
 
 Place = tuple[nn.Module, str]
 Attributes = dict[Place, Any]
-"""Value of each (module, name), or `_MISSING`."""
+"""Value of each (module, name), or `MISSING`."""
 
-_MISSING = object()
-
-
-def get_attributes(places: Iterable[Place]) -> Attributes:
-    return {(module, name): vars(module).get(name, _MISSING) for module, name in places}
+MISSING = object()
+BUFFERS = operator.attrgetter("_buffers")
+"""Where a module's buffers are; other attributes are in its `vars`."""
 
 
-def set_attributes(attributes: Attributes) -> None:
+def get_attributes(places: Iterable[Place], space: Callable[[nn.Module], dict[str, Any]] = vars) -> Attributes:
+    return {(module, name): space(module).get(name, MISSING) for module, name in places}
+
+
+def set_attributes(attributes: Attributes, space: Callable[[nn.Module], dict[str, Any]] = vars) -> None:
     for (module, name), value in attributes.items():
-        if value is _MISSING:
-            vars(module).pop(name, None)
+        if value is MISSING:
+            space(module).pop(name, None)
         else:
-            vars(module)[name] = value
+            space(module)[name] = value
 
 
 @contextlib.contextmanager
 def setting_attributes(modules: list[nn.Module]) -> Iterator[Attributes]:
-    """What the block sets on `modules` is in the yielded dict afterwards, and undone."""
+    """What the block sets or deletes on `modules` is in the yielded dict afterwards, and undone."""
     changed: Attributes = {}
     before = [vars(module).copy() for module in modules]
     try:
@@ -43,8 +45,9 @@ def setting_attributes(modules: list[nn.Module]) -> Iterator[Attributes]:
     finally:
         for module, old in zip(modules, before, strict=True):
             now = vars(module)
-            if len(now) == len(old) and all(map(operator.is_, now.values(), old.values())):
+            if now.keys() == old.keys() and all(map(operator.is_, now.values(), map(old.__getitem__, now))):
                 continue
+            changed |= {(module, name): MISSING for name in old if name not in now}
             for name in [name for name, value in now.items() if name not in old or old[name] is not value]:
                 changed[module, name] = now.pop(name)
             now.update(old)

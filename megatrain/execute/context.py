@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.execute.attributes import Attributes, Place, get_attributes, set_attributes
+from megatrain.execute.attributes import BUFFERS, MISSING, Attributes, Place, get_attributes, set_attributes
 
 Hooks = tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
 """(pack, unpack) of `torch.autograd.graph.saved_tensors_hooks`."""
@@ -95,21 +95,25 @@ class CallContext:
         self._rng = RngState.get(device)
         self._autocast = AutocastState.get(device)
         self._training = [module.training for module in modules]
-        self._buffers = [
-            (module, name, buffer, buffer._version, buffer.clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._given = _buffers_of(modules)
+        self._copies = {
+            place: (buffer._version, buffer.clone()) for place, buffer in self._given.items() if buffer is not None
+        }
+        self._buffers: Attributes = {}
+        """What those held that the forward has made, changed or deleted."""
+
         self._attributes: Attributes = {}
 
     def forward_done(self, changed: Iterable[Place]) -> None:
         """`changed`: attributes that the forward has set. They hold their old values still."""
-        self._buffers = [
-            (module, name, buffer, version, value)
-            for module, name, buffer, version, value in self._buffers
-            if module._buffers.get(name) is not buffer or buffer._version != version or _may_hide_changes(buffer)
-        ]
+        left = _buffers_of(self._modules)
+        for place in dict.fromkeys((*self._given, *left)):
+            buffer = self._given.get(place, MISSING)
+            version, copy = self._copies.get(place, (None, buffer))
+            has_changed = version is not None and (buffer._version != version or _may_hide_changes(buffer))
+            if has_changed or left.get(place, MISSING) is not buffer:
+                self._buffers[place] = copy
+        self._given, self._copies = {}, {}
         self._attributes = get_attributes(changed)
 
     @contextlib.contextmanager
@@ -117,15 +121,14 @@ class CallContext:
         """The state of the forward, for the length of the block."""
         rng, autocast = RngState.get(self._device), AutocastState.get(self._device)
         training = [module.training for module in self._modules]
-        buffers = [(module, name, module._buffers.get(name)) for module, name, *_ in self._buffers]
+        buffers = get_attributes(self._buffers, BUFFERS)
         attributes = get_attributes(self._attributes)
         try:
             self._rng.set(self._device)
             self._autocast.set()
             _set_training(self._modules, training, self._training)
-            for module, name, _, _, value in self._buffers:
-                # A copy: the recomputation changes it as the forward did.
-                module._buffers[name] = value.clone()
+            # Copies: the recomputation changes them as the forward did.
+            set_attributes({place: _copy(buffer) for place, buffer in self._buffers.items()}, BUFFERS)
             set_attributes(self._attributes)
             yield
         finally:
@@ -133,9 +136,16 @@ class CallContext:
             autocast.set()
             torch.clear_autocast_cache()
             _set_training(self._modules, self._training, training)
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
+            set_attributes(buffers, BUFFERS)
             set_attributes(attributes)
+
+
+def _buffers_of(modules: list[nn.Module]) -> Attributes:
+    return {(module, name): buffer for module in modules for name, buffer in module._buffers.items()}
+
+
+def _copy(buffer: Any) -> Any:
+    return buffer.clone() if isinstance(buffer, torch.Tensor) else buffer
 
 
 def _may_hide_changes(buffer: torch.Tensor) -> bool:
