@@ -55,10 +55,10 @@ class StreamedLayer:
         self.home = home
         self.module = found.module
         self.modules = list(found.module.modules())
-        self.forward = type(found.module).forward
+        self.forward = _forward_of(found.module)
         self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
-        self.own_modules = [module for module in self.modules if not type(module).__module__.startswith("torch.nn.")]
+        self.own_modules = [module for module in self.modules if not _is_torchs_own(module)]
         """Those whose forward may set attributes."""
 
         self.num_uses: dict[int, list[int]] = {}
@@ -164,15 +164,29 @@ def _marks(views: Views, is_first: bool) -> list[int]:
     return versions + torch.stack([view.sum(dtype=torch.int64) for view in bits]).tolist()
 
 
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """(module, *args, **kwargs) -> result, as the module's authors wrote it or somebody else patched it."""
+    patched = vars(module).get("forward")
+    return type(module).forward if patched is None else lambda _, *args, **kwargs: patched(*args, **kwargs)
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+
+
 def stream_module(layer: StreamedLayer, call: Callable[[StreamedLayer, tuple, dict], Any]) -> None:
     """Route the module's forward through `call(layer, args, kwargs)`, in place."""
-    layer.module.__class__ = _streamed_class(type(layer.module))
+    patched = vars(layer.module).get("forward")
+    if patched is not None:
+        # The class keeps its own forward, which the patch may call.
+        vars(layer.module)["forward"] = functools.wraps(patched)(lambda *args, **kwargs: call(layer, args, kwargs))
+    layer.module.__class__ = _streamed_class(type(layer.module), patched is not None)
     layer.module._streamed_layer = layer
     layer.module._streamed_call = call
 
 
 @functools.cache
-def _streamed_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _streamed_class(cls: type[nn.Module], keeps_forward: bool) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._streamed_call(self._streamed_layer, args, kwargs)
@@ -191,4 +205,6 @@ def _streamed_class(cls: type[nn.Module]) -> type[nn.Module]:
         # The engine recomputes anyway; a second recomputation around it would run after the weights are gone.
         "gradient_checkpointing": property(lambda self: False, lambda self, value: None),
     }
+    if keeps_forward:
+        del members["forward"]
     return type(cls.__name__, (cls,), members)

@@ -31,7 +31,8 @@ def signature(layer: StreamedLayer, positional: Positional) -> Hashable:
         _module_signature(module, {name for number, name in positional if number == index})
         for index, module in enumerate(layer.modules)
     )
-    return fields, modules
+    # Of one class, unless somebody patched it on the instance.
+    return layer.forward, fields, modules
 
 
 def group_templates(layers: list[StreamedLayer]) -> dict[Hashable, list[StreamedLayer]]:

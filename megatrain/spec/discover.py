@@ -93,7 +93,8 @@ def _is_plain_leaf(module: nn.Module) -> bool:
 
 def _runs_itself(module: nn.Module) -> bool:
     """Containers have no forward; their children are called directly."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _streamed_leftovers(model: nn.Module, inside: set[int], block_bytes: int) -> Iterator[FoundLayer]:
