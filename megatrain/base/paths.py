@@ -1,9 +1,39 @@
-"""Folders that do not exist yet."""
+"""Paths that settings name: what the file system refuses, and folders that do not exist yet."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from megatrain.base.errors import UserError
+
+_SHOWN_CHARACTERS = 200
+
+
+@contextlib.contextmanager
+def looking_at(setting: str) -> Iterator[None]:
+    """Around every look at a path that `setting` named: no permission, a name too long, a disk that fails.
+
+    Raises UserError that names the setting, the path and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename)
+        shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
+        raise UserError(
+            f"{setting}: {shown} cannot be used ({error.strerror or error}); correct the path, or its permissions"
+        ) from error
+
+
+def user_path(text: str | os.PathLike[str], setting: str) -> Path:
+    """The path with `~` as the user's home. Raises UserError for a home that is not known."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{setting}: {text} names the home of nobody here; write the whole path") from error
 
 
 def existing_parent(folder: Path) -> Path:

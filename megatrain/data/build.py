@@ -119,7 +119,7 @@ def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Da
     eval_sources = [] if config.eval_path is None else as_sources(config.eval_path)
     check_sources(sources)
     if config.eval_path is not None:
-        check_sources(eval_sources)
+        check_sources(eval_sources, "data.eval_path")
     skipped, counts = Skipped(), CutCounts()
     store = _read(sources, config, tokenizer, skipped, counts, config.max_samples)
     if eval_sources:

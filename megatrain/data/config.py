@@ -5,7 +5,9 @@ Rule: a setting that cannot work is refused here, by name, before a file is open
 
 from __future__ import annotations
 
+import numbers
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
@@ -21,6 +23,17 @@ dicts."""
 
 FORMATS = ("auto", "text", "prompt_completion", "messages")
 MIN_SEQUENCE_LENGTH = 8
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "format": (str, "a text"),
+    "sequence_length": (numbers.Integral, "a whole number"),
+    "packing": (bool, "True or False"),
+    "eval_fraction": (numbers.Real, "a number"),
+    "eval_samples": (numbers.Integral, "a whole number"),
+    "max_samples": (numbers.Integral, "a whole number"),
+    "seed": (numbers.Integral, "a whole number"),
+}
+_OPTIONAL = ("eval_samples", "max_samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,7 @@ class DataConfig:
     """Chooses the held-out samples."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.format not in FORMATS:
             raise UserError(f"data.format is {self.format!r}; use one of {', '.join(FORMATS)}")
         if self.sequence_length < MIN_SEQUENCE_LENGTH:
@@ -65,9 +79,23 @@ class DataConfig:
             raise UserError("data.eval_path and data.eval_fraction are both set; keep one of them")
         for name in ("max_samples", "eval_samples"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"data.{name} is {value}; use 1 or more, or leave it out for all")
+            if value is not None and not 1 <= value <= sys.maxsize:
+                raise UserError(f"data.{name} is {value}; use 1 to {sys.maxsize}, or leave it out for all")
+        if self.seed < 0:
+            raise UserError(f"data.seed is {self.seed}; use 0 or more")
         if self.eval_samples is not None and self.eval_path is None and not self.eval_fraction:
             raise UserError(
                 "data.eval_samples is set but nothing is held out; set data.eval_fraction or data.eval_path"
             )
+
+    def _check_kinds(self) -> None:
+        for name in ("path", "eval_path"):
+            value = getattr(self, name)
+            sources = value if isinstance(value, (list, tuple)) else [value]
+            if any(isinstance(source, str) and not source.strip() for source in sources):
+                raise UserError(f"data.{name} is {value!r}; name a file, a folder or a dataset")
+        for name, (kind, wanted) in _KINDS.items():
+            value = getattr(self, name)
+            is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if not is_kind and not (value is None and name in _OPTIONAL):
+                raise UserError(f"data.{name} is {value!r}; use {wanted}")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatrain.base.errors import UserError
+from megatrain.base.paths import looking_at, user_path
 from megatrain.data.builtin import BUILTIN_SOURCES
 from megatrain.data.config import Source
 from megatrain.data.hub import HUB_PREFIX, load_hub_dataset
@@ -44,22 +45,31 @@ def as_sources(path: Source | Sequence[Source]) -> list[Source]:
     return list(path) if several else [path]
 
 
-def check_sources(sources: list[Source]) -> None:
-    """Raise UserError for a missing path, before anything is read."""
+def check_sources(sources: list[Source], key: str = "data.path") -> None:
+    """Raise UserError for what is no source, before anything is read. `key` is the setting that named them."""
     if not sources:
-        raise UserError("data.path is an empty list; name a file, a folder or a dataset")
+        raise UserError(f"{key} is an empty list; name a file, a folder or a dataset")
     for source in sources:
-        if not isinstance(source, (str, os.PathLike)) or str(source).startswith(HUB_PREFIX):
-            continue
-        if str(source).startswith(BUILTIN_PREFIX):
-            _builtin_name(str(source))
-            continue
-        path = Path(source).expanduser()
-        if not path.exists():
-            raise UserError(
-                f"data: no such file or folder: {path} (looked from {Path.cwd()}); "
-                f"correct the path, or write {HUB_PREFIX}NAME for a dataset of the Hugging Face Hub"
-            )
+        if not isinstance(source, (str, os.PathLike)):
+            if not isinstance(source, Iterable):
+                raise UserError(f"{key} is a {type(source).__name__}; name a file, a folder or a dataset")
+        elif str(source).startswith(BUILTIN_PREFIX):
+            _builtin_name(str(source), key)
+        elif not str(source).startswith(HUB_PREFIX):
+            with looking_at(key):
+                _check_path(user_path(source, key), key)
+
+
+def _check_path(path: Path, key: str) -> None:
+    if not path.exists():
+        raise UserError(
+            f"{key}: no such file or folder: {path} (looked from {Path.cwd()}); "
+            f"correct the path, or write {HUB_PREFIX}NAME for a dataset of the Hugging Face Hub"
+        )
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"{key}: {path} is neither a file nor a folder; give one of these")
+    if path.resolve().parent == path.resolve():
+        raise UserError(f"{key}: {path} is the root of the whole file system; name a folder of documents")
 
 
 def read_source(source: Source, format: str, skipped: Skipped) -> Iterator[Raw]:
@@ -70,10 +80,12 @@ def read_source(source: Source, format: str, skipped: Skipped) -> Iterator[Raw]:
         return _read_rows(BUILTIN_SOURCES[_builtin_name(str(source))](), str(source))
     if str(source).startswith(HUB_PREFIX):
         return _read_rows(load_hub_dataset(str(source)), str(source))
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return _read_folder(path, format, skipped)
-    return _read_file(path, format)
+    return _read_path(user_path(source, "data"), format, skipped)
+
+
+def _read_path(path: Path, format: str, skipped: Skipped) -> Iterator[Raw]:
+    with looking_at("data"):
+        yield from _read_folder(path, format, skipped) if path.is_dir() else _read_file(path, format)
 
 
 def _read_file(path: Path, format: str) -> Iterator[Raw]:
@@ -110,6 +122,8 @@ def _parse_line(line: bytes, where: str, is_first: bool) -> Raw:
         raise UserError(
             f"{where}: not valid JSON ({error.msg} at column {error.colno}); each line must be one whole JSON object"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, lists within lists
+        raise UserError(f"{where}: cannot be read ({error}); remove the record") from error
     return Raw(_expect_object(record, where), where)
 
 
@@ -123,6 +137,8 @@ def _read_array(path: Path) -> Iterator[Raw]:
         items = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}); repair the array") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); remove the record that it is about") from error
     for number, record in enumerate(items, start=1):
         where = f"{path}, item {number}"
         yield Raw(_expect_object(record, where), where)
@@ -156,8 +172,11 @@ def _read_folder(root: Path, format: str, skipped: Skipped) -> Iterator[Raw]:
 
 
 def _visible_files(root: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise error  # a folder that cannot be listed is no empty one
+
     found: list[Path] = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
@@ -174,10 +193,12 @@ def _text_or_none(path: Path) -> str | None:
         return None
 
 
-def _builtin_name(source: str) -> str:
+def _builtin_name(source: str, key: str = "data.path") -> str:
     name = source.removeprefix(BUILTIN_PREFIX)
     if name not in BUILTIN_SOURCES:
-        raise UserError(f"data: {source} does not exist; use {BUILTIN_PREFIX} with one of {', '.join(BUILTIN_SOURCES)}")
+        raise UserError(
+            f"{key}: {source} does not exist; use {BUILTIN_PREFIX} with one of {', '.join(BUILTIN_SOURCES)}"
+        )
     return name
 
 
