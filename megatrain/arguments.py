@@ -9,10 +9,32 @@ docs/training_arguments.md is written from this table by `render_markdown`.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import TYPE_CHECKING
 
-from megatrain.argument_ranges import out_of_range
+from megatrain.argument_ranges import (
+    ANY,
+    COUNT,
+    FLAG,
+    INTERVAL,
+    METRIC_INPUTS,
+    NORM,
+    NOT_NEGATIVE,
+    SECTION,
+    SEED,
+    SHARE,
+    SMOOTHING,
+    START_METHOD,
+    STEPS,
+    TEXT,
+    TEXTS,
+    WORKERS,
+    Check,
+    choice,
+    conflicts,
+    plain,
+    unset_or,
+)
+from megatrain.argument_trials import trials
 from megatrain.base.errors import UserError
 from megatrain.optimizer_choice import OPTIM_NAMES, bad_optim_args
 
@@ -29,13 +51,15 @@ class Row:
     """One field of TrainingArguments."""
 
     status: str
-    """HONOURED, REFUSED (only the values in `allowed` pass) or IRRELEVANT (any value passes and changes nothing)."""
+    """HONOURED, REFUSED (only the values in `allowed` pass) or IRRELEVANT (no value changes anything)."""
     note: str
     """What the field does here, or why it cannot be had."""
     allowed: tuple[object, ...] | None = None
     """Values that pass; None means every value. Enum members are compared by their value."""
     remedy: str = ""
     """What to do instead of a value that does not pass."""
+    check: Check = ANY
+    """What else a value must be."""
 
     def __post_init__(self) -> None:
         assert self.status in (HONOURED, REFUSED, IRRELEVANT), self.status
@@ -43,8 +67,8 @@ class Row:
         assert self.status != REFUSED or self.allowed is not None
 
 
-def _yes(note: str = "as in transformers") -> Row:
-    return Row(status=HONOURED, note=note)
+def _yes(check: Check, note: str = "as in transformers") -> Row:
+    return Row(status=HONOURED, note=note, check=check)
 
 
 def _only(allowed: tuple[object, ...], note: str, remedy: str) -> Row:
@@ -55,8 +79,8 @@ def _no(note: str, remedy: str, allowed: tuple[object, ...] = (None, False)) -> 
     return Row(status=REFUSED, note=note, allowed=allowed, remedy=remedy)
 
 
-def _moot(note: str) -> Row:
-    return Row(status=IRRELEVANT, note=note)
+def _moot(note: str, check: Check = ANY) -> Row:
+    return Row(status=IRRELEVANT, note=note, check=check)
 
 
 _ONE_PROCESS = "one process, one device: nothing to distribute"
@@ -67,17 +91,20 @@ _PRECISION = (
     "bf16=True, or megatrain.init(precision='fp32' or 'bf16'); in a recipe training.bf16: true, or engine.precision"
 )
 
+_LEVEL = choice("passive", "detail", "debug", "info", "warning", "error", "critical")
+_TRIED = Check(lambda value: True, "what transformers takes; tried before any work")
+
 TABLE: dict[str, Row] = {
     # Output, duration, batch size
-    "output_dir": _yes(),
-    "per_device_train_batch_size": _yes("size of one micro-batch"),
-    "num_train_epochs": _yes(),
-    "max_steps": _yes("-1: num_train_epochs decides; below that it is refused"),
+    "output_dir": _yes(TEXT),
+    "per_device_train_batch_size": _yes(COUNT, "size of one micro-batch"),
+    "num_train_epochs": _yes(NOT_NEGATIVE),
+    "max_steps": _yes(STEPS, "-1: num_train_epochs decides"),
     # Learning rate and optimizer
-    "learning_rate": _yes(),
-    "lr_scheduler_type": _yes("through transformers' own schedulers"),
-    "lr_scheduler_kwargs": _yes(),
-    "warmup_steps": _yes(),
+    "learning_rate": _yes(NOT_NEGATIVE),
+    "lr_scheduler_type": _yes(_TRIED, "through transformers' own schedulers"),
+    "lr_scheduler_kwargs": _yes(_TRIED),
+    "warmup_steps": _yes(NOT_NEGATIVE),
     "optim": _only(
         OPTIM_NAMES,
         "megatrain.optim's AdamW (the first two), SGD and Lion, which update the weights in their homes",
@@ -85,30 +112,36 @@ TABLE: dict[str, Row] = {
         "optimizer_compression='8bit') (in a recipe engine.optimizer_compression); else pass optimizers=(a megatrain "
         "optimizer, None) to the Trainer, in a recipe optimizer.name",
     ),
-    "optim_args": _yes("with optim='sgd': momentum, dampening, nesterov; refused with others, which read none"),
-    "weight_decay": _yes("not on biases and norms: the same groups as in transformers"),
-    "adam_beta1": _yes("also Lion's"),
-    "adam_beta2": _yes("also Lion's"),
-    "adam_epsilon": _yes(),
+    "optim_args": _yes(
+        unset_or(TEXT), "with optim='sgd': momentum, dampening, nesterov; refused with others, which read none"
+    ),
+    "weight_decay": _yes(NOT_NEGATIVE, "not on biases and norms: the same groups as in transformers"),
+    "adam_beta1": _yes(SHARE, "also Lion's"),
+    "adam_beta2": _yes(SHARE, "also Lion's"),
+    "adam_epsilon": _yes(NOT_NEGATIVE),
     "optim_target_modules": _no("only GaLore and APOLLO read it, and those are not available", "leave it unset"),
     # Regularisation and stability
     "gradient_accumulation_steps": _yes(
-        "all micro-batches of a step pass through a layer in one visit, forward and backward (layer-major)"
+        COUNT, "all micro-batches of a step pass through a layer in one visit, forward and backward (layer-major)"
     ),
     "average_tokens_across_devices": _moot(_ONE_PROCESS),
-    "max_grad_norm": _yes("exact global norm over all layers; 0 means no clipping, the norm is logged all the same"),
-    "label_smoothing_factor": _yes(),
+    "max_grad_norm": _yes(
+        NORM, "exact global norm over all layers; 0 means no clipping, the norm is logged all the same"
+    ),
+    "label_smoothing_factor": _yes(SMOOTHING),
     # Precision
-    "bf16": _yes("bf16 compute with an exact fp32 master; decides the precision of the stream, no autocast is used"),
+    "bf16": _yes(
+        FLAG, "bf16 compute with an exact fp32 master; decides the precision of the stream, no autocast is used"
+    ),
     "fp16": _no("float16 needs loss scaling, and the stream computes in fp32 or bf16", _PRECISION),
     "bf16_full_eval": _no("evaluation runs on the streamed weights in the precision of the training", _PRECISION),
     "fp16_full_eval": _no("evaluation runs on the streamed weights in the precision of the training", _PRECISION),
     "tf32": _no("fp32 here means fp32: TF32 stays off", "use bf16=True for speed, or leave tf32 unset"),
     # Activation checkpointing; the second pair of names is the older one
-    "activation_checkpointing": _moot(_RECOMPUTE),
-    "activation_checkpointing_kwargs": _moot(_RECOMPUTE),
-    "gradient_checkpointing": _moot(_RECOMPUTE),
-    "gradient_checkpointing_kwargs": _moot(_RECOMPUTE),
+    "activation_checkpointing": _moot(_RECOMPUTE, FLAG),
+    "activation_checkpointing_kwargs": _moot(_RECOMPUTE, unset_or(SECTION)),
+    "gradient_checkpointing": _moot(_RECOMPUTE, FLAG),
+    "gradient_checkpointing_kwargs": _moot(_RECOMPUTE, unset_or(SECTION)),
     # Compilation and kernels
     "torch_compile": _no(
         "compiling the whole model would freeze weights that move",
@@ -126,79 +159,84 @@ TABLE: dict[str, Row] = {
         "a key-value cache grows again when a layer is recomputed",
         "leave it off; model.generate() uses a cache all the same",
     ),
-    "neftune_noise_alpha": _yes(),
-    "torch_empty_cache_steps": _yes("once in such a step, before its micro-batches"),
+    "neftune_noise_alpha": _yes(unset_or(NOT_NEGATIVE)),
+    "torch_empty_cache_steps": _yes(unset_or(COUNT), "once in such a step, before its micro-batches"),
     "auto_find_batch_size": _no(
         "a step that ran out of memory cannot be tried again half-way",
         "set per_device_train_batch_size, and megatrain.init(max_vram_gb=...) for the rest",
     ),
     # Logging
-    "logging_strategy": _yes(),
-    "logging_steps": _yes(),
-    "logging_first_step": _yes(),
+    "logging_strategy": _yes(choice("no", "steps", "epoch")),
+    "logging_steps": _yes(INTERVAL),
+    "logging_first_step": _yes(FLAG),
     "log_on_each_node": _moot(_ONE_PROCESS),
-    "logging_nan_inf_filter": _yes("the losses of a step are fetched in one transfer, so it costs no wait"),
-    "include_num_input_tokens_seen": _yes(),
-    "log_level": _yes(),
-    "log_level_replica": _moot(_ONE_PROCESS),
-    "disable_tqdm": _yes(),
-    "report_to": _yes("integrations also get grad_norm/LAYER and update_ratio/LAYER at every logging step"),
-    "run_name": _yes(),
-    "project": _yes(),
-    "trackio_space_id": _yes(),
-    "trackio_bucket_id": _yes(),
-    "trackio_static_space_id": _yes(),
+    "logging_nan_inf_filter": _yes(FLAG, "the losses of a step are fetched in one transfer, so it costs no wait"),
+    "include_num_input_tokens_seen": _yes(choice("all", "non_padding", "no")),
+    "log_level": _yes(_LEVEL),
+    "log_level_replica": _moot(_ONE_PROCESS, _LEVEL),
+    "disable_tqdm": _yes(FLAG),
+    "report_to": _yes(_TRIED, "integrations also get grad_norm/LAYER and update_ratio/LAYER at every logging step"),
+    "run_name": _yes(ANY),
+    "project": _yes(ANY),
+    "trackio_space_id": _yes(ANY),
+    "trackio_bucket_id": _yes(ANY),
+    "trackio_static_space_id": _yes(ANY),
     # Evaluation
-    "eval_strategy": _yes("between steps; an evaluation waits for the updates that are still running"),
-    "eval_steps": _yes(),
-    "eval_delay": _yes(),
-    "per_device_eval_batch_size": _yes(),
-    "prediction_loss_only": _yes("logits are kept only for compute_metrics and predict()"),
-    "eval_on_start": _yes(),
-    "eval_do_concat_batches": _yes(),
+    "eval_strategy": _yes(
+        choice("no", "steps", "epoch"), "between steps; an evaluation waits for the updates that are still running"
+    ),
+    "eval_steps": _yes(INTERVAL),
+    "eval_delay": _yes(NOT_NEGATIVE),
+    "per_device_eval_batch_size": _yes(COUNT),
+    "prediction_loss_only": _yes(FLAG, "logits are kept only for compute_metrics and predict()"),
+    "eval_on_start": _yes(FLAG),
+    "eval_do_concat_batches": _yes(FLAG),
     "eval_use_gather_object": _moot(_ONE_PROCESS),
-    "eval_accumulation_steps": _yes(),
-    "include_for_metrics": _yes(),
-    "batch_eval_metrics": _yes(),
+    "eval_accumulation_steps": _yes(unset_or(COUNT)),
+    "include_for_metrics": _yes(METRIC_INPUTS),
+    "batch_eval_metrics": _yes(FLAG),
     # Saving and resuming
-    "save_only_model": _yes("weights without optimizer state; such a checkpoint cannot be resumed, and says so"),
-    "save_strategy": _yes("complete weights that plain transformers loads; a folder appears only when it is complete"),
-    "save_steps": _yes(),
+    "save_only_model": _yes(FLAG, "weights without optimizer state; such a checkpoint cannot be resumed, and says so"),
+    "save_strategy": _yes(
+        choice("no", "steps", "epoch", "best"),
+        "complete weights that plain transformers loads; a folder appears only when it is complete",
+    ),
+    "save_steps": _yes(INTERVAL),
     "save_on_each_node": _moot(_ONE_PROCESS),
-    "save_total_limit": _yes(),
-    "enable_jit_checkpoint": _yes(),
-    "load_best_model_at_end": _yes("the best weights are read back into their homes"),
-    "metric_for_best_model": _yes(),
-    "greater_is_better": _yes(),
-    "ignore_data_skip": _yes(),
-    "restore_callback_states_from_checkpoint": _yes(),
+    "save_total_limit": _yes(unset_or(COUNT)),
+    "enable_jit_checkpoint": _yes(FLAG),
+    "load_best_model_at_end": _yes(FLAG, "the best weights are read back into their homes"),
+    "metric_for_best_model": _yes(unset_or(TEXT)),
+    "greater_is_better": _yes(FLAG),
+    "ignore_data_skip": _yes(FLAG),
+    "restore_callback_states_from_checkpoint": _yes(FLAG),
     # Hub
-    "push_to_hub": _yes(),
-    "hub_token": _yes(),
-    "hub_private_repo": _yes(),
-    "hub_model_id": _yes(),
-    "hub_strategy": _yes(),
-    "hub_always_push": _yes(),
-    "hub_revision": _yes(),
+    "push_to_hub": _yes(FLAG),
+    "hub_token": _yes(ANY),
+    "hub_private_repo": _yes(FLAG),
+    "hub_model_id": _yes(unset_or(TEXT)),
+    "hub_strategy": _yes(choice("end", "every_save", "checkpoint", "all_checkpoints")),
+    "hub_always_push": _yes(FLAG),
+    "hub_revision": _yes(unset_or(TEXT)),
     # Reproducibility and hardware
-    "full_determinism": _yes("slow: it makes every kernel launch wait"),
-    "seed": _yes("each micro-batch of a step draws (dropout) from its own generator, seeded from the global one"),
-    "data_seed": _yes(),
-    "use_cpu": _yes("needs a stream on the CPU: megatrain.init(device='cpu')"),
+    "full_determinism": _yes(FLAG, "slow: it makes every kernel launch wait"),
+    "seed": _yes(SEED, "each micro-batch of a step draws (dropout) from its own generator, seeded from the global one"),
+    "data_seed": _yes(unset_or(SEED)),
+    "use_cpu": _yes(FLAG, "needs a stream on the CPU: megatrain.init(device='cpu')"),
     # Accelerate, data loading
-    "accelerator_config": _yes("its data options; batches stay on the host until their micro-batch runs"),
+    "accelerator_config": _yes(_TRIED, "its data options; batches stay on the host until their micro-batch runs"),
     "parallelism_config": _no(_SHARDING, "leave it unset"),
-    "dataloader_drop_last": _yes(),
-    "dataloader_num_workers": _yes(),
-    "dataloader_pin_memory": _yes(),
-    "dataloader_persistent_workers": _yes(),
-    "dataloader_prefetch_factor": _yes(),
-    "dataloader_multiprocessing_context": _yes(),
-    "dataloader_in_order": _yes(),
-    "remove_unused_columns": _yes(),
-    "label_names": _yes(),
-    "train_sampling_strategy": _yes(),
-    "length_column_name": _yes(),
+    "dataloader_drop_last": _yes(FLAG),
+    "dataloader_num_workers": _yes(WORKERS),
+    "dataloader_pin_memory": _yes(FLAG),
+    "dataloader_persistent_workers": _yes(FLAG),
+    "dataloader_prefetch_factor": _yes(unset_or(COUNT)),
+    "dataloader_multiprocessing_context": _yes(unset_or(START_METHOD)),
+    "dataloader_in_order": _yes(FLAG),
+    "remove_unused_columns": _yes(FLAG),
+    "label_names": _yes(unset_or(TEXTS)),
+    "train_sampling_strategy": _yes(choice("random", "sequential", "group_by_length", "batch_rebalance")),
+    "length_column_name": _yes(TEXT),
     # Distributed training
     "ddp_find_unused_parameters": _moot(_ONE_PROCESS),
     "ddp_bucket_cap_mb": _moot(_ONE_PROCESS),
@@ -212,7 +250,7 @@ TABLE: dict[str, Row] = {
     "deepspeed": _no("the weights are already offloaded, by the stream", "leave it unset", (None, "")),
     # Debugging
     "debug": _no("its hooks read weights that are absent while their layer does not run", "leave it empty", ([], "")),
-    "skip_memory_metrics": _yes(),
+    "skip_memory_metrics": _yes(FLAG),
     # Flags of scripts
     "do_train": _moot(_SCRIPT_FLAG),
     "do_eval": _moot(_SCRIPT_FLAG),
@@ -226,18 +264,22 @@ def check_arguments(args: TrainingArguments) -> None:
 
     Raises UserError that names every refused field, its value, the reason and the remedy.
     """
-    complaints = [_complaint(name, args) for name, row in TABLE.items() if not _passes(row, name, args)]
+    from transformers import TrainingArguments
+
+    if not isinstance(args, TrainingArguments):
+        raise UserError(f"args must be transformers.TrainingArguments, got a {type(args).__name__}")
+    complaints = [complaint for name in TABLE if (complaint := _complaint(name, args))]
     complaints += [
         f"{name}={getattr(args, name)!r} is refused: this version of megatrain does not know the field. "
         "Leave it at its default, or update megatrain."
         for name in changed_unknown_fields(args)
     ]
-    complaints += out_of_range(args)
-    complaints += bad_optim_args(args)
     if args.world_size > 1:
         complaints.append(
             f"{args.world_size} processes are refused: {_ONE_PROCESS}. Start the script with plain `python`."
         )
+    # These look at several fields at once, each of which must be right.
+    complaints = complaints or [*conflicts(args), *bad_optim_args(args)] or list(trials(args))
     if complaints:
         raise UserError("TrainingArguments that cannot be honoured:\n  " + "\n  ".join(complaints))
 
@@ -258,23 +300,17 @@ def _is_default(field: dataclasses.Field[object], value: object) -> bool:
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     # None often becomes an empty list or False when TrainingArguments tidies itself up.
-    return _plain(value) == _plain(default) or (default is None and not value)
+    return plain(value) == plain(default) or (default is None and not value)
 
 
-def _passes(row: Row, name: str, args: TrainingArguments) -> bool:
-    """Whether the value is allowed; a field that the installed version lacks passes."""
-    if row.allowed is None or not hasattr(args, name):
-        return True
-    return _plain(getattr(args, name)) in row.allowed
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, enum.Enum) else value
-
-
-def _complaint(name: str, args: TrainingArguments) -> str:
-    row = TABLE[name]
-    return f"{name}={_plain(getattr(args, name))!r} is refused: {row.note}. Instead: {row.remedy}."
+def _complaint(name: str, args: TrainingArguments) -> str | None:
+    """What is wrong with one field; a field that the installed version lacks is right."""
+    if not hasattr(args, name):
+        return None
+    row, value = TABLE[name], plain(getattr(args, name))
+    if row.allowed is not None and value not in row.allowed:
+        return f"{name}={value!r} is refused: {row.note}. Instead: {row.remedy}."
+    return None if row.check.fits(value) else row.check.refusal(name, value)
 
 
 _PREFACE = """# TrainingArguments
@@ -283,7 +319,9 @@ Written from the table in `megatrain/arguments.py` by `megatrain.arguments.rende
 
 `megatrain.Trainer` takes the same `transformers.TrainingArguments` as `transformers.Trainer`.
 Each field is **honoured**, **refused** by name before any work starts unless it has one of the accepted values,
-or **irrelevant**: any value passes and changes nothing.
+or **irrelevant**: no value changes anything. A value that is not accepted, or that cannot work together with the
+others (a schedule without the arguments it needs, workers that persist where there are none), is refused before any
+work too.
 Fields that the installed version of transformers does not have are skipped.
 A field that is missing here is refused as soon as it differs from its default.
 
@@ -300,7 +338,7 @@ def render_markdown() -> str:
     """The text of docs/training_arguments.md."""
     lines = []
     for name, row in TABLE.items():
-        accepted = "any" if row.allowed is None else ", ".join(f"`{value!r}`" for value in row.allowed)
+        accepted = row.check.wanted if row.allowed is None else ", ".join(f"`{value!r}`" for value in row.allowed)
         note = f"{row.note}. Instead: {row.remedy}" if row.remedy else row.note
         lines.append(f"| `{name}` | {row.status} | {accepted} | {note} |")
     return _PREFACE + "\n".join(lines) + "\n"
