@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
+from megatrain.base.paths import looking_at, user_path
 from megatrain.data.config import DataConfig
 from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.typecheck import accepts, describe, field_types
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "section"}
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 DTYPES = ("float32", "bfloat16", "auto")
 
 
@@ -46,6 +50,8 @@ class ModelConfig:
     """Where a model out of a package is kept once converted. Left out: megatrain's folder in the user's cache."""
 
     def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise UserError(f"model.name is {self.name!r}; give a folder, or a name on the Hugging Face Hub")
         if self.dtype not in DTYPES:
             raise UserError(f"model.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
@@ -77,6 +83,10 @@ class OutputConfig:
 
     overwrite: bool = False
     """true: write over the model and checkpoints of an earlier run. Otherwise a folder that holds any is refused."""
+
+    def __post_init__(self) -> None:
+        if self.dir is not None and not self.dir.strip():
+            raise UserError(f"output.dir is {self.dir!r}; give a folder, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +120,7 @@ class Recipe:
 
     @property
     def output_dir(self) -> Path:
-        return Path(self.output.dir or Path("runs") / self.file.stem).expanduser()
+        return user_path(self.output.dir or Path("runs") / self.file.stem, "output.dir")
 
     def training_arguments(self) -> TrainingArguments:
         """The TrainingArguments of this recipe. Raises UserError for values that transformers refuses."""
@@ -118,17 +128,43 @@ class Recipe:
         from transformers import TrainingArguments
 
         has_device = torch.cuda.is_available() and self.engine.device != "cpu"
-        given = {
+        base = {
+            "output_dir": str(self.output_dir),
             "report_to": "none",
             "disable_tqdm": True,  # the command shows its own progress
             "use_cpu": not has_device,
             "dataloader_pin_memory": has_device,
-            **self.training,
         }
+
+        def build(given: Mapping[str, Any]) -> TrainingArguments:
+            return TrainingArguments(**{**base, **given})
+
         try:
-            return TrainingArguments(output_dir=str(self.output_dir), **given)
-        except (ValueError, ImportError) as error:
-            raise UserError(f"training: {error}") from error
+            return build(self.training)
+        except Exception as error:  # transformers checks little: anything may come out of how it reads a value
+            build({})  # what fails without the user's values is no mistake of the user's
+            raise UserError(_refusal(build, self.training, error)) from error
+
+
+def _refusal(build: Callable[[Mapping[str, Any]], object], training: Mapping[str, Any], error: Exception) -> str:
+    """What `build` said, behind the key with which alone it says the same. Without one it takes several together."""
+    from megatrain.arguments import TABLE
+
+    told = " ".join(str(error).split())
+    key = next((key for key, value in training.items() if _complaint(build, {key: value}) == str(error)), None)
+    if key is None:
+        return f"training: {told}"
+    if key in TABLE and not TABLE[key].check.fits(training[key]):
+        told += f". Instead: {TABLE[key].check.wanted}"
+    return f"training.{key}: {told}"
+
+
+def _complaint(build: Callable[[Mapping[str, Any]], object], given: Mapping[str, Any]) -> str | None:
+    try:
+        build(given)
+    except Exception as error:
+        return str(error)
+    return None
 
 
 SECTIONS: dict[str, type] = {
@@ -231,16 +267,23 @@ def _check_types(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str
     for key, value in given.items():
         if not accepts(value, types[key]):
             raise UserError(f"{prefix}{key}: wants {describe(types[key])}, got {_show(value)}")
-        # No file can be named so, and no text is meant so.
-        if any("\0" in text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)):
-            raise UserError(f"{prefix}{key}: {value!r} holds a NUL character; remove it")
+        for text in value if isinstance(value, list) else [value]:
+            _check_characters(text, f"{prefix}{key}")
+
+
+def _check_characters(text: object, key: str) -> None:
+    """No file can be named with these, no tokenizer takes them, and no text is meant so."""
+    found = [c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"] if isinstance(text, str) else []
+    if found:
+        what = "a NUL character" if found[0] == "\0" else "half a character (a lone surrogate)"
+        raise UserError(f"{key}: {_BRIEF.repr(text)} holds {what}; remove it")
 
 
 def _show(value: object) -> str:
     """`'yes' (text)`."""
     if value is None:
         return "nothing"
-    return f"{value!r} ({_KINDS.get(type(value), type(value).__name__)})"
+    return f"{_BRIEF.repr(value)} ({_KINDS.get(type(value), type(value).__name__)})"
 
 
 def _apply(given: dict[str, Any], override: str) -> None:
@@ -261,12 +304,15 @@ def _apply(given: dict[str, Any], override: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    with looking_at("recipe"):
+        is_file = path.is_file()
+    if not is_file:
         near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1)
         remedy = f"did you mean {path.parent / near[0]}?" if near else "check the path"
         raise UserError(f"no recipe {path}; {remedy}")
     try:
-        text = path.read_text(encoding="utf-8")
+        with looking_at("recipe"):
+            text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text; a recipe is a YAML file") from error
     return _mapping(_yaml(text, str(path)), str(path))
@@ -296,5 +342,10 @@ def _yaml(text: str, where: str) -> Any:
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(number), "-+0123456789.")
     try:
         return yaml.load(text, Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"{where}: lists and sections nested too deep; write fewer of them into one another") from None
+    # Beside its own errors those of a tag that does not fit (`!!int x`), and of a number with thousands of digits.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
