@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.base.errors import UserError
-from megatrain.base.paths import existing_parent
+from megatrain.base.paths import existing_parent, looking_at
 from megatrain.base.units import MIB, format_bytes
 from megatrain.plan.placement import NUM_MOMENTS
 from megatrain.save.weights import LOW_HALF_BYTES
@@ -56,7 +56,8 @@ def check_disk(folder: Path, rows: dict[str, int]) -> int:
 
     Raises UserError when they are fewer than the rows add up to.
     """
-    free_bytes = shutil.disk_usage(existing_parent(folder)).free
+    with looking_at("output.dir"):
+        free_bytes = shutil.disk_usage(existing_parent(folder)).free
     needed_bytes = sum(rows.values())
     if needed_bytes > free_bytes:
         parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in rows.items())

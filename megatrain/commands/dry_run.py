@@ -84,6 +84,8 @@ def _tiny_arguments(recipe: Recipe, scratch: str) -> TrainingArguments:
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "logging_steps": 1,
+        "lr_scheduler_type": "constant",  # check_arguments has tried the recipe's, which may follow evaluations
+        "lr_scheduler_kwargs": None,
         "eval_strategy": "no",
         "save_strategy": "no",
         "load_best_model_at_end": False,

@@ -9,6 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatrain.base.errors import UserError
+from megatrain.base.units import format_number
+
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
@@ -23,8 +26,13 @@ class RunLength:
 
     @classmethod
     def of(cls, arguments: TrainingArguments, num_rows: int, num_tokens: int) -> RunLength:
-        """From the arguments and what there is to train on."""
+        """From the arguments and what there is to train on. Raises UserError where that makes no batch."""
         batches_per_epoch = _divide(num_rows, arguments.per_device_train_batch_size, arguments.dataloader_drop_last)
+        if not batches_per_epoch:
+            raise UserError(
+                f"training.dataloader_drop_last: {format_number(num_rows, 'row')} do not fill one batch; set it to "
+                f"false, or training.per_device_train_batch_size ({arguments.per_device_train_batch_size}) lower"
+            )
         steps_per_epoch = max(1, math.ceil(batches_per_epoch / arguments.gradient_accumulation_steps))
         has_steps = arguments.max_steps > 0
         num_steps = arguments.max_steps if has_steps else math.ceil(steps_per_epoch * arguments.num_train_epochs)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain.base.errors import UserError
+from megatrain.base.paths import looking_at, user_path
 from megatrain.save.folder import WEIGHT_NAMES
 
 KEY = "training.resume_from_checkpoint"
@@ -35,7 +36,14 @@ def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
     """
     if given is None or given is False:
         return None
-    known = checkpoints_in(output_dir)
+    with looking_at("output.dir"):
+        known = checkpoints_in(output_dir)
+    with looking_at(KEY):
+        return _existing(given, known, output_dir)
+
+
+def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
+    """The checkpoint that `given` means, `known` being those in `output_dir`."""
     if given is True:
         if not known:
             raise UserError(
@@ -44,7 +52,7 @@ def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
             )
         folder = known[-1]
     else:
-        folder = Path(given).expanduser()
+        folder = user_path(given, KEY)
         if not folder.is_dir():
             raise UserError(f"{KEY}: no such folder: {folder} (looked from {Path.cwd()}); {_remedy(known, output_dir)}")
     missing = [name for name in _NEEDED_NAMES if not (folder / name).is_file()]

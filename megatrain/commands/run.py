@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +17,13 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from megatrain import api
-from megatrain.arguments import check_arguments
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_count, format_number
 from megatrain.commands.console import print_block, print_fact, print_step
 from megatrain.commands.progress import Work
-from megatrain.commands.resume import KEY, checkpoints_in, find_checkpoint, step_of
 from megatrain.commands.samples import check_samples, encode_prompt
 from megatrain.data.build import Datasets, build_datasets
 from megatrain.data.collate import Batch
-from megatrain.data.files import as_sources, check_sources
 from megatrain.models import ResolvedModel, resolve_model
 from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
@@ -103,44 +99,6 @@ class Ingredients:
         return trainer
 
 
-def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> Path | None:
-    """Everything that can be refused without the model. Returns the checkpoint to go on from, None for a new run.
-
-    Raises UserError.
-    """
-    check_arguments(arguments)
-    recipe.optimizer.choice(arguments)
-    checkpoint = find_checkpoint(arguments.resume_from_checkpoint, recipe.output_dir)
-    if checkpoint is not None:
-        step_of(checkpoint)
-    for path in (recipe.data.path, recipe.data.eval_path):
-        if path is not None:
-            check_sources(as_sources(path))
-    if arguments.eval_strategy != "no" and not (recipe.data.eval_path or recipe.data.eval_fraction):
-        raise UserError(
-            f"training.eval_strategy is {arguments.eval_strategy.value!r} but nothing is held out; set "
-            "data.eval_fraction or data.eval_path"
-        )
-    folder = recipe.output_dir
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output.dir: {folder} is a file; give a folder")
-    if checkpoint is None and not recipe.output.overwrite:
-        _refuse_earlier_run(folder)
-    return checkpoint
-
-
-def _refuse_earlier_run(folder: Path) -> None:
-    if (folder / "config.json").exists():
-        raise UserError(
-            f"output.dir: {folder} holds the model of an earlier run; choose another, or set output.overwrite=true"
-        )
-    if checkpoints := checkpoints_in(folder):
-        raise UserError(
-            f"output.dir: {folder} holds checkpoints of an earlier run, the last is {checkpoints[-1].name}; go on from "
-            f"it with {KEY}=true, choose another folder, or set output.overwrite=true"
-        )
-
-
 def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> Ingredients:
     """Gets the model, reads the data and loads the weights. Raises UserError for what the user can mend."""
     api.init(**{name: getattr(recipe.engine, name) for name in recipe.engine.__dataclass_fields__})
@@ -150,15 +108,15 @@ def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> I
         cache_dir=recipe.model.cache_dir,
         say=lambda line: print_step(console, line),
     )
-    tokenizer = AutoTokenizer.from_pretrained(resolved.path, local_files_only=True)
-    model_config = AutoConfig.from_pretrained(resolved.path, local_files_only=True)
+    tokenizer, model_config = _load(AutoTokenizer, resolved, "tokenizer"), _load(AutoConfig, resolved, "config")
     check_samples(recipe.sample, tokenizer, model_config)
     _check_fits(recipe, model_config, arguments)
     print_step(console, "reading the data")
     with _no_warnings("megatrain.data"):  # they stand in the report below
         datasets = build_datasets(recipe.data, tokenizer)
     print_step(console, "loading the weights")
-    model = _load_weights(recipe, resolved)
+    transformers.utils.logging.disable_progress_bar()
+    model = _load(AutoModelForCausalLM, resolved, "causal language model", dtype=recipe.model.dtype)
     work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
     print_fact(console, "model", f"{recipe.model.name}, {format_count(work.num_parameters)} parameters, {dtype}")
@@ -191,12 +149,12 @@ def _check_fits(recipe: Recipe, config: PreTrainedConfig, arguments: TrainingArg
     api.check_fits(model, bf16=arguments.bf16)
 
 
-def _load_weights(recipe: Recipe, resolved: ResolvedModel) -> nn.Module:
-    transformers.utils.logging.disable_progress_bar()
+def _load(loader: Any, resolved: ResolvedModel, what: str, **options: Any) -> Any:
+    """What `loader` (a class of transformers with from_pretrained) makes of the model's folder."""
     try:
-        return AutoModelForCausalLM.from_pretrained(resolved.path, dtype=recipe.model.dtype, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model.name: {resolved.path} cannot be loaded as a causal language model: {error}") from error
+        return loader.from_pretrained(resolved.path, local_files_only=True, **options)
+    except Exception as error:  # broken files come out as errors of JSON, tokenizers, safetensors, torch
+        raise UserError(f"model.name: {resolved.path} cannot be loaded as a {what}: {error}") from error
 
 
 @contextlib.contextmanager

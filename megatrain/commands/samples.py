@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from transformers import BatchEncoding
@@ -22,12 +23,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, sample: Sampl
 
 
 def check_samples(sample: SampleConfig, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Refuse, before the weights are read, samples that are longer than the model's context. Raises UserError."""
+    """Refuse, before the weights are read, samples that are empty or longer than the context. Raises UserError."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return
     for prompt in sample.prompts:
-        room = context - encode_prompt(tokenizer, prompt, sample)["input_ids"].shape[1]
+        num_tokens = encode_prompt(tokenizer, prompt, sample)["input_ids"].shape[1]
+        if num_tokens == 0:
+            raise UserError(f"sample.prompts: {prompt!r} has no token to go on from; write something, or leave it out")
+        room = math.inf if context is None else context - num_tokens
         if room < sample.max_new_tokens:
             remedy = f"use {room} or fewer" if room >= 1 else "shorten the prompt"
             raise UserError(

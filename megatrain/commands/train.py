@@ -31,7 +31,7 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
     Raises UserError, before any work, for a recipe that cannot run; InterruptedRunError after Ctrl-C.
     """
     recipe = load_recipe(recipe_file, overrides)
-    from megatrain.commands.run import check_before_work  # torch and transformers: only once the recipe is right
+    from megatrain.commands.check import check_before_work  # torch and transformers: only once the recipe is right
 
     arguments = recipe.training_arguments()
     checkpoint = check_before_work(recipe, arguments)
