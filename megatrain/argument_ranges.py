@@ -39,7 +39,7 @@ class Check:
 
     def refusal(self, name: str, value: object) -> str:
         """A complaint about a value that does not fit."""
-        return f"{name}={value!r} is refused: it cannot work. Instead: {self.wanted}."
+        return f"{name}={value!r} must be {self.wanted}."
 
 
 def plain(value: object) -> object:

@@ -9,6 +9,7 @@ docs/training_arguments.md is written from this table by `render_markdown`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatrain.argument_ranges import (
@@ -87,9 +88,7 @@ _ONE_PROCESS = "one process, one device: nothing to distribute"
 _SCRIPT_FLAG = "a flag for scripts; transformers.Trainer does not read it either"
 _RECOMPUTE = "every streamed layer is recomputed in the backward already, so both values mean the same"
 _SHARDING = "weights are sharded over time, not over devices"
-_PRECISION = (
-    "bf16=True, or megatrain.init(precision='fp32' or 'bf16'); in a recipe training.bf16: true, or engine.precision"
-)
+_PRECISION = "bf16=True, or megatrain.init(precision='fp32' or 'bf16')"
 
 _LEVEL = choice("passive", "detail", "debug", "info", "warning", "error", "critical")
 _TRIED = Check(lambda value: True, "what transformers takes; tried before any work")
@@ -108,9 +107,8 @@ TABLE: dict[str, Row] = {
     "optim": _only(
         OPTIM_NAMES,
         "megatrain.optim's AdamW (the first two), SGD and Lion, which update the weights in their homes",
-        "for an 8-bit or paged one use optim='adamw_torch' or 'lion_32bit' and megatrain.init("
-        "optimizer_compression='8bit') (in a recipe engine.optimizer_compression); else pass optimizers=(a megatrain "
-        "optimizer, None) to the Trainer, in a recipe optimizer.name",
+        "for an 8-bit or paged one optim='adamw_torch' or 'lion_32bit', and megatrain.init(optimizer_compression="
+        "'8bit'); for others give the Trainer an optimizer of megatrain.optim (a recipe says optimizer.name)",
     ),
     "optim_args": _yes(
         unset_or(TEXT), "with optim='sgd': momentum, dampening, nesterov; refused with others, which read none"
@@ -145,7 +143,7 @@ TABLE: dict[str, Row] = {
     # Compilation and kernels
     "torch_compile": _no(
         "compiling the whole model would freeze weights that move",
-        "leave it off and say mt.init(compile=True) (in a recipe engine.compile: true) for each kind of block",
+        "leave it off and say mt.init(compile=True) for each kind of block",
     ),
     "torch_compile_backend": _no("setting it turns torch_compile on", "leave it unset"),
     "torch_compile_mode": _no("setting it turns torch_compile on", "leave it unset"),
@@ -268,7 +266,8 @@ def check_arguments(args: TrainingArguments) -> None:
 
     if not isinstance(args, TrainingArguments):
         raise UserError(f"args must be transformers.TrainingArguments, got a {type(args).__name__}")
-    complaints = [complaint for name in TABLE if (complaint := _complaint(name, args))]
+    given = {name: plain(getattr(args, name)) for name in TABLE if hasattr(args, name)}
+    complaints = [complaint for name, value in given.items() if (complaint := _complaint(name, value))]
     complaints += [
         f"{name}={getattr(args, name)!r} is refused: this version of megatrain does not know the field. "
         "Leave it at its default, or update megatrain."
@@ -279,7 +278,21 @@ def check_arguments(args: TrainingArguments) -> None:
             f"{args.world_size} processes are refused: {_ONE_PROCESS}. Start the script with plain `python`."
         )
     # These look at several fields at once, each of which must be right.
-    complaints = complaints or [*conflicts(args), *bad_optim_args(args)] or list(trials(args))
+    _refuse(complaints or [*conflicts(args), *bad_optim_args(args)] or list(trials(args)))
+
+
+def check_given(given: Mapping[str, object]) -> None:
+    """Refuse what cannot be honoured before TrainingArguments is built from it, and asks for packages of its own.
+
+    Raises UserError as `check_arguments` does.
+    """
+    known = {name: value for name, value in given.items() if name in TABLE}
+    _refuse([_refusal(name, value) for name, value in known.items() if not _is_allowed(name, value)])
+
+
+def _refuse(complaints: list[str]) -> None:
+    if len(complaints) == 1:
+        raise UserError(f"TrainingArguments: {complaints[0]}")
     if complaints:
         raise UserError("TrainingArguments that cannot be honoured:\n  " + "\n  ".join(complaints))
 
@@ -303,14 +316,23 @@ def _is_default(field: dataclasses.Field[object], value: object) -> bool:
     return plain(value) == plain(default) or (default is None and not value)
 
 
-def _complaint(name: str, args: TrainingArguments) -> str | None:
-    """What is wrong with one field; a field that the installed version lacks is right."""
-    if not hasattr(args, name):
-        return None
-    row, value = TABLE[name], plain(getattr(args, name))
-    if row.allowed is not None and value not in row.allowed:
+def _complaint(name: str, value: object) -> str | None:
+    if not _is_allowed(name, value):
+        return _refusal(name, value)
+    check = TABLE[name].check
+    return None if check.fits(value) else check.refusal(name, value)
+
+
+def _is_allowed(name: str, value: object) -> bool:
+    allowed = TABLE[name].allowed
+    return allowed is None or value in allowed
+
+
+def _refusal(name: str, value: object) -> str:
+    row = TABLE[name]
+    if row.status == REFUSED:
         return f"{name}={value!r} is refused: {row.note}. Instead: {row.remedy}."
-    return None if row.check.fits(value) else row.check.refusal(name, value)
+    return f"{name}={value!r} must be one of {', '.join(map(repr, row.allowed))} ({row.note}). Instead: {row.remedy}."
 
 
 _PREFACE = """# TrainingArguments
@@ -324,6 +346,7 @@ others (a schedule without the arguments it needs, workers that persist where th
 work too.
 Fields that the installed version of transformers does not have are skipped.
 A field that is missing here is refused as soon as it differs from its default.
+In a recipe they are the keys of `training`, and the arguments of `megatrain.init` those of `engine`.
 
 Beside the logs of transformers, callbacks and `report_to` integrations get `grad_norm/LAYER` (norm of the layer's
 gradient) and `update_ratio/LAYER` (length of the last finished update over length of the weights) at every logging

@@ -51,7 +51,9 @@ def run_command(arguments: list[str]) -> int:
     try:
         code = _app()(arguments, prog_name="megatrain", standalone_mode=False) or 0
     except UserError as error:
-        _print_error(str(error))
+        from megatrain.commands.words import in_recipe_words
+
+        _print_error(in_recipe_words(str(error)))
         return 2
     except InterruptedRunError as error:
         _print_error(str(error))

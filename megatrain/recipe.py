@@ -127,6 +127,9 @@ class Recipe:
         import torch
         from transformers import TrainingArguments
 
+        from megatrain.arguments import check_given
+
+        check_given(self.training)
         has_device = torch.cuda.is_available() and self.engine.device != "cpu"
         base = {
             "output_dir": str(self.output_dir),

@@ -63,7 +63,7 @@ def test_real_arguments_are_refused(tmp_path: Path, name: str, value: object) ->
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "lion_8bit"])
 def test_fewer_bits_are_a_setting_of_the_engine(tmp_path: Path, name: str) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=name)
-    with pytest.raises(UserError, match=rf"optim='{name}' is refused.*init\(optimizer_compression='8bit'\)"):
+    with pytest.raises(UserError, match=rf"optim='{name}' must be one of.*init\(optimizer_compression='8bit'\)"):
         check_arguments(args)
 
 
@@ -171,7 +171,7 @@ def test_a_number_that_cannot_work_is_refused_before_work(args: TrainingArgument
         setattr(args, strategy, "steps")
     check_arguments(args)
     setattr(args, name, value)
-    with pytest.raises(UserError, match=re.escape(f"{name}={value!r} is refused: it cannot work. Instead: ") + ".+"):
+    with pytest.raises(UserError, match=re.escape(f"TrainingArguments: {name}={value!r} must be ") + ".+"):
         check_arguments(args)
 
 
@@ -223,7 +223,7 @@ TOGETHER: list[tuple[dict[str, object], str]] = [
     ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": -1.0}}, "it gives a learning rate of -0.0"),
     ({"report_to": "foo"}, "report_to: 'foo' is refused: no such integration.*tensorboard"),
     ({"report_to": "flyte"}, "report_to: 'flyte' is refused: .*pip install"),
-    ({"accelerator_config": {"even_batches": "foo"}}, "accelerator_config: even_batches='foo' is refused"),
+    ({"accelerator_config": {"even_batches": "foo"}}, "accelerator_config: even_batches='foo' must be True or False"),
     ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches=True is refused"),
     ({"accelerator_config": {"gradient_accumulation_kwargs": {"foo": 1}}}, "accelerator_config: .*'foo'"),
     ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 0}}}, "accelerator_config: .*num_steps"),

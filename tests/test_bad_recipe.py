@@ -94,10 +94,10 @@ REFUSED: list[tuple[str, list[str]]] = [
         ["hub_model_id", "owner/name"],
     ),
     # What transformers judges itself
-    (MIN_LR, ["lr_scheduler_kwargs=None", "min_lr", "min_lr_rate"]),
+    (MIN_LR, ["lr_scheduler_kwargs=null", "min_lr", "min_lr_rate"]),
     (f"{MIN_LR} training.lr_scheduler_kwargs={{min_lr: x}}", ["lr_scheduler_kwargs={'min_lr': 'x'}"]),
     (f"{MIN_LR} training.lr_scheduler_kwargs={{min_lr: .nan}}", ["lr_scheduler_kwargs", "min_lr is nan"]),
-    ("training.lr_scheduler_type=warmup_stable_decay", ["lr_scheduler_kwargs=None", "num_decay_steps"]),
+    ("training.lr_scheduler_type=warmup_stable_decay", ["lr_scheduler_kwargs=null", "num_decay_steps"]),
     ("training.lr_scheduler_type=polynomial training.learning_rate=0", ["lr_scheduler_type='polynomial'", "lr_end"]),
     (
         "training.lr_scheduler_type=reduce_lr_on_plateau training.eval_strategy=epoch "
@@ -110,7 +110,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("training.accelerator_config={foo: 1}", ["training.accelerator_config", "foo"]),
     ("training.accelerator_config=x", ["training.accelerator_config", "No such file"]),
     ("training.accelerator_config={even_batches: foo}", ["accelerator_config", "even_batches='foo'"]),
-    ("training.accelerator_config={dispatch_batches: true}", ["accelerator_config", "dispatch_batches=True"]),
+    ("training.accelerator_config={dispatch_batches: true}", ["accelerator_config", "dispatch_batches=true"]),
     (
         "training.accelerator_config={gradient_accumulation_kwargs: x}",
         ["accelerator_config", "gradient_accumulation_kwargs='x'"],
