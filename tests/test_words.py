@@ -21,7 +21,7 @@ WORDS = [
     ("raise max_ram_gb, or say mt.init(offload_dir=...)", "raise engine.max_ram_gb, or say engine.offload_dir=..."),
     ("the device and the seed are words; seed=-1 is a setting", "the device and the seed are words; training.seed=-1 is"
      " a setting"),
-    ("no such folder: /runs/output_dir/save_steps", "no such folder: /runs/output_dir/save_steps"),
+    ("no such folder: ../output_dir/save_steps", "no such folder: ../output_dir/save_steps"),
     ("training.eval_strategy is 'no'; set data.seed", "training.eval_strategy is 'no'; set data.seed"),
 ]  # fmt: skip
 
