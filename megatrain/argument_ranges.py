@@ -98,7 +98,9 @@ SMOOTHING = _number(lambda value: 0 <= value <= 1, "a number from 0 to 1")
 NORM = unset_or(
     _number(lambda value: 0 <= value <= sys.float_info.max or value == math.inf, "a number, 0 (no clipping) or more")
 )
-INTERVAL = unset_or(_number(lambda value: value > -_MAX_NUMBER, "a number of steps above 0, or a share of all below 1"))
+INTERVAL = unset_or(
+    _number(lambda value: abs(value) <= _MAX_NUMBER, "a number of steps above 0, or a share of all below 1")
+)
 START_METHOD = Check(
     lambda value: value in multiprocessing.get_all_start_methods(),
     "'fork', 'spawn' or 'forkserver', as far as the system has it",

@@ -45,7 +45,7 @@ def _schedule(args: TrainingArguments) -> Iterator[str]:
             warnings.simplefilter("ignore")
             problem = _try_schedule(args)
     except Exception as error:  # the schedules check little: anything may come out of their arithmetic
-        problem = f"transformers raises {type(error).__name__}: {error}"
+        problem = f"transformers raises {type(error).__name__}: {str(error).rstrip('.')}"
     if problem is not None:
         yield (
             f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={keywords!r} is refused: {problem}. "

@@ -157,7 +157,8 @@ def _refusal(build: Callable[[Mapping[str, Any]], object], training: Mapping[str
     key = next((key for key, value in training.items() if _complaint(build, {key: value}) == str(error)), None)
     if key is None:
         return f"training: {told}"
-    if key in TABLE and not TABLE[key].check.fits(training[key]):
+    # A ValueError tells what is wanted; others only what broke.
+    if not isinstance(error, ValueError) and key in TABLE and not TABLE[key].check.fits(training[key]):
         told += f". Instead: {TABLE[key].check.wanted}"
     return f"training.{key}: {told}"
 
@@ -349,6 +350,9 @@ def _yaml(text: str, where: str) -> Any:
         raise
     except RecursionError:
         raise UserError(f"{where}: lists and sections nested too deep; write fewer of them into one another") from None
-    # Beside its own errors those of a tag that does not fit (`!!int x`), and of a number with thousands of digits.
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+    except yaml.YAMLError as error:
         raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+    except (ValueError, LookupError, AttributeError) as error:
+        raise UserError(
+            f"{where}: a value does not fit its tag (!!...) or has too many digits ({error}); write it plainly"
+        ) from error

@@ -41,10 +41,10 @@ command that does it:
 the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run into a
 folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true.
 
-Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type or a
-missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only `true` and `false` are
-true and false. A mistake of the user's ends the command with exit code 2, a failure while running with 1, Ctrl-C
-with 130.
+Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type, a
+value that cannot work or a missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only
+`true` and `false` are true and false. A mistake of the user's ends the command with exit code 2, a failure while
+running with 1, Ctrl-C with 130.
 
 Two recipes to start from: [quickstart.yaml](../recipes/quickstart.yaml) (a small model, text that every Python has,
 3 to 5 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).

@@ -41,8 +41,8 @@ MIN_LR = "training.lr_scheduler_type=cosine_with_min_lr"
 REFUSED: list[tuple[str, list[str]]] = [
     # Numbers
     ("training.warmup_steps=.nan", ["warmup_steps=nan", "0 or more"]),
-    ("training.warmup_steps=-1", ["training.warmup_steps", "0 or more"]),
-    ("training.logging_steps=.inf", ["training.logging_steps", "infinity"]),
+    ("training.warmup_steps=-1", ["training.warmup_steps", ">= 0"]),
+    ("training.logging_steps=.inf", ["training.logging_steps", "infinity", "above 0"]),
     ("training.eval_steps=-.inf", ["eval_steps=-inf"]),
     ("training.dataloader_num_workers=-1", ["dataloader_num_workers=-1", "0 to"]),
     ("training.neftune_noise_alpha=-1", ["neftune_noise_alpha=-1", "0 or more"]),
@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     (f"training.learning_rate={'1' * 400}", ["learning_rate="]),
     (f"training.max_grad_norm={'1' * 400}", ["max_grad_norm="]),
     ("training.max_steps=-1 training.num_train_epochs=1e308", ["num_train_epochs=1e+308"]),
+    ("training.max_steps=-1 training.num_train_epochs=0", ["training.num_train_epochs", "nothing would be trained"]),
     # Choices
     ("training.report_to=foo", ["report_to", "'foo'", "tensorboard", "none"]),
     ("training.report_to=[foo]", ["report_to", "'foo'", "tensorboard"]),
@@ -124,6 +125,7 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("data.path=/", ["data.path", "root"]),
     ("data.path=", ["data.path"]),
     ("data.path=' '", ["data.path", "' '"]),
+    ("data.path=~nobody-here/x", ["data.path", "~nobody-here", "whole path"]),
     ("data.path=/dev/null", ["data.path", "neither a file nor a folder"]),
     (f"data.path={LONG}", ["data.path", "too long"]),
     ("data.eval_path=[] data.eval_fraction=0", ["data.eval_path is an empty list"]),
@@ -136,9 +138,9 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("sample.prompts=[''] sample.chat=false", ["sample.prompts", "no token"]),
     (r'sample.prompts=["a\ud800"]', ["sample.prompts", "surrogate"]),
     # YAML
-    ("training.max_steps=!!int x", ["training.max_steps", "YAML"]),
-    ("training.run_name=!!timestamp x", ["training.run_name", "YAML"]),
-    ("training.bf16=!!bool x", ["training.bf16", "YAML"]),
+    ("training.max_steps=!!int x", ["training.max_steps", "tag", "plainly"]),
+    ("training.run_name=!!timestamp x", ["training.run_name", "tag", "plainly"]),
+    ("training.bf16=!!bool x", ["training.bf16", "tag", "plainly"]),
     (f"training.max_steps={'1' * 5000}", ["training.max_steps", "digits"]),
     (f"training.run_name={'[' * 3000}", ["training.run_name", "deep"]),
 ]

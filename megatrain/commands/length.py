@@ -36,6 +36,8 @@ class RunLength:
         steps_per_epoch = max(1, math.ceil(batches_per_epoch / arguments.gradient_accumulation_steps))
         has_steps = arguments.max_steps > 0
         num_steps = arguments.max_steps if has_steps else math.ceil(steps_per_epoch * arguments.num_train_epochs)
+        if not num_steps:
+            raise UserError("training.num_train_epochs is 0, so nothing would be trained; raise it, or set max_steps")
         rows_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         return cls(
             num_steps=num_steps,
