@@ -19,7 +19,10 @@ CLIPS = ("global", "layer")
 GRADIENTS = ("fp32", "bf16")
 
 
-TWO_BITS = "it fails the quality test (docs/compression.md)"
+TWO_BITS = (
+    "it fails the quality test, 0.089 above exact moments in held-out loss where seeds spread over 0.023 "
+    "(docs/compression.md)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

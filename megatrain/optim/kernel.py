@@ -1,7 +1,7 @@
 """The C kernel of the update: found or compiled, loaded with ctypes, one variant for each instruction set.
 
 Where the library comes from: the wheel ships it beside `kernel.c`; where it is missing or older than the source, it is
-compiled once into a folder of the user's (about a second, and it says so); where that fails, `load_kernel` returns None
+compiled once into a folder of the user's (a few seconds, and it says so); where that fails, `load_kernel` returns None
 and the caller uses the formula in PyTorch, with the same results.
 
 Rule: ctypes only, and one call for a whole list of segments. The call holds no GIL and its threads live in C, so no
@@ -192,7 +192,7 @@ def _library() -> tuple[ctypes.CDLL, Path] | None:
             return _compile(Path(folder) / name)
     except (compiler.CompileError, OSError) as error:
         log.warning(
-            "The CPU update kernel is not available (%s). Updates run in PyTorch, about ten times slower, with the "
+            "The CPU update kernel is not available (%s). Updates run in PyTorch, 20 to 200 times slower, with the "
             "same results; to have the kernel, install gcc or clang.",
             error,
         )
@@ -202,7 +202,7 @@ def _library() -> tuple[ctypes.CDLL, Path] | None:
 def _compile(path: Path) -> tuple[ctypes.CDLL, Path]:
     """Compile into `path` and load it, having said so: the first use waits for it."""
     if compiler.find_compilers():
-        log.warning("Compiling the CPU update kernel, once, about a second: %s", path)
+        log.warning("Compiling the CPU update kernel, once, a few seconds: %s", path)
     compiler.compile_kernel(path)
     return ctypes.CDLL(str(path)), path
 
