@@ -109,6 +109,10 @@ def stream(
     if torch.is_inference_mode_enabled():
         raise UserError("mt.stream inside torch.inference_mode(): its tensors could never train; call it outside")
     check_model(model, initialize)
+    if not isinstance(options, StreamOptions | None):
+        raise UserError(f"options={options!r} must be StreamOptions (megatrain.base.config), or None")
+    if not isinstance(bf16, bool | None):
+        raise UserError(f"bf16={bf16!r} must be True, False, or None to follow the model")
     config, options = _config, options or StreamOptions()
     outline = _outline(model, config, options, bf16=bf16, may_be_meta=initialize is not None)
     device, placement, memory = outline.device, outline.placement, outline.memory
@@ -251,7 +255,7 @@ def _check_batches(batches: Any, loss_fn: Any) -> list[Mapping[str, Any]]:
 
 
 def _engine(model: nn.Module) -> Engine:
-    engine = engine_of(model)
+    engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UserError(f"this {type(model).__name__} is not streamed: call mt.stream(model) first")
     return engine

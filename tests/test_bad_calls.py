@@ -64,22 +64,27 @@ def test_what_a_loss_function_raises_is_what_one_sees() -> None:
 # Functions of a streamed model
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m: mt.accumulate(m, [make_batch()]),
-        lambda m: mt.clip_grad_norm_(m, 1.0),
-        lambda m: list(mt.named_parameters(m)),
-        lambda m: list(mt.named_gradients(m)),
-        mt.full_state_dict,
-        mt.stats,
-        mt.optim.AdamW,
-    ],
-    ids=["accumulate", "clip", "named_parameters", "named_gradients", "full_state_dict", "stats", "AdamW"],
-)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "accumulate": lambda m: mt.accumulate(m, [make_batch()]),
+    "clip": lambda m: mt.clip_grad_norm_(m, 1.0),
+    "named_parameters": lambda m: list(mt.named_parameters(m)),
+    "named_gradients": lambda m: list(mt.named_gradients(m)),
+    "full_state_dict": mt.full_state_dict,
+    "stats": mt.stats,
+}
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), mt.optim.AdamW], ids=[*CALLS, "AdamW"])
 def test_a_model_that_is_not_streamed(call: Callable[[Any], Any]) -> None:
     with pytest.raises(mt.UserError, match="LlamaForCausalLM is not streamed: call mt.stream"):
         call(plain())
+
+
+@pytest.mark.parametrize("thing", ["gpt2", None, 3, []], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_model(call: str, thing: Any) -> None:
+    with pytest.raises(mt.UserError, match=f"this {type(thing).__name__} is not streamed: call mt.stream"):
+        CALLS[call](thing)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan"), None, "1"])

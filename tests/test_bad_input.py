@@ -33,7 +33,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"offload_dir": 3}, "offload_dir=3 .*folder"),
     ({"offload_dir": ""}, "offload_dir=''.*folder"),
     ({"offload_dir": __file__}, "offload_dir=.*test_bad_input.py' is a file: give a folder"),
+    ({"offload_dir": "a\0b"}, "offload_dir='a.x00b' .*folder"),
+    ({"offload_dir": b"a"}, "offload_dir=b'a' .*folder"),
     ({"compile": "yes"}, "compile='yes'.*True or False"),
+    ({"device": 2.5}, "device=2.5 is not known.*'cuda'"),
+    ({"device": []}, "device=\\[\\] is not known"),
+    ({"device": True}, "device=True is not known"),
 ]
 
 
@@ -252,10 +257,45 @@ def test_initialize_without_use_and_of_the_wrong_kind() -> None:
             mt.stream(model, initialize=lambda name, shape, dtype, value=value: value)
 
 
-@pytest.mark.parametrize("options", [{"num_slots": 0}, {"max_drains": 0}], ids=str)
-def test_stream_options(options: dict[str, int]) -> None:
-    with pytest.raises(mt.UserError, match="at least 1"):
+STREAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"num_slots": 0}, "num_slots=0 .*at least 1"),
+    ({"num_slots": 2.0}, "num_slots=2.0 .*whole number"),
+    ({"num_slots": None}, "num_slots=None"),
+    ({"max_drains": 0}, "max_drains=0 .*at least 1"),
+    ({"max_drains": True}, "max_drains=True"),
+    ({"activation_bytes": -1}, "activation_bytes=-1 .*at least 0"),
+    ({"activation_bytes": 1e9}, "activation_bytes=1000000000.0 .*whole number"),
+    ({"serial": 1}, "serial=1 must be True or False"),
+    ({"poison": None}, "poison=None must be True or False"),
+    ({"lane_delay_seconds": -0.1}, "lane_delay_seconds=-0.1 .*not negative"),
+    ({"lane_delay_seconds": float("nan")}, "lane_delay_seconds=nan .*finite"),
+    ({"lane_delay_seconds": float("inf")}, "lane_delay_seconds=inf .*finite"),
+    ({"lane_delay_seconds": "1"}, "lane_delay_seconds='1'"),
+    ({"places": ["hbm"]}, "places=.'hbm'. must be a place"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), STREAM_OPTIONS, ids=str)
+def test_stream_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(mt.UserError, match=message):
         StreamOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"options": {"num_slots": 2}}, "options={'num_slots': 2} must be StreamOptions"),
+        ({"options": 0}, "options=0 must be StreamOptions"),
+        ({"bf16": "yes"}, "bf16='yes' must be True, False, or None"),
+        ({"bf16": 1}, "bf16=1 must be"),
+    ],
+    ids=str,
+)
+def test_keywords_of_stream(keywords: dict[str, Any], message: str) -> None:
+    model = plain()
+    with pytest.raises(mt.UserError, match=message):
+        mt.stream(model, **keywords)
+    assert_like(mt.stream(model), plain())
 
 
 # Forwards that cannot be streamed: an error at the first call, and not a wrong number

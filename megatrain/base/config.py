@@ -81,6 +81,10 @@ class Config:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
         if not isinstance(self.compile, bool):
             raise UserError(f"compile={self.compile!r} must be True or False")
+        # A torch.device is known by its name: this module does without torch.
+        is_device = isinstance(self.device, (str, int)) or type(self.device).__module__ == "torch"
+        if self.device is not None and (not is_device or isinstance(self.device, bool)):
+            raise UserError(f"device={self.device!r} is not known: use 'cuda', 'cuda:0' or 'cpu'")
         self._check_offload_dir()
 
     def _check_formats(self) -> None:
@@ -114,7 +118,8 @@ class Config:
     def _check_offload_dir(self) -> None:
         if self.offload_dir is None:
             return
-        if not isinstance(self.offload_dir, (str, os.PathLike)) or not os.fspath(self.offload_dir):
+        path = os.fspath(self.offload_dir) if isinstance(self.offload_dir, (str, os.PathLike)) else None
+        if not isinstance(path, str) or not path or "\0" in path:
             raise UserError(f"offload_dir={self.offload_dir!r} must be the path of a folder, or None")
         if os.path.exists(self.offload_dir) and not os.path.isdir(self.offload_dir):
             raise UserError(f"offload_dir={os.fspath(self.offload_dir)!r} is a file: give a folder")
@@ -159,5 +164,17 @@ class StreamOptions:
     all. Homes that are not named are "cpu". None: the plan chooses."""
 
     def __post_init__(self) -> None:
-        if self.num_slots < 1 or self.max_drains < 1:
-            raise UserError("num_slots and max_drains must be at least 1")
+        for name in ("serial", "poison"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name, least in (("num_slots", 1), ("max_drains", 1), ("activation_bytes", 0)):
+            value = getattr(self, name)
+            is_left_out = value is None and name == "activation_bytes"
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_left_out or (is_count and value >= least)):
+                raise UserError(f"{name}={value!r} must be a whole number and at least {least}")
+        delay = self.lane_delay_seconds
+        if not isinstance(delay, (int, float)) or isinstance(delay, bool) or not 0 <= delay < math.inf:
+            raise UserError(f"lane_delay_seconds={delay!r} must be a finite number of seconds and not negative")
+        if not isinstance(self.places, (str, Mapping, type(None))):
+            raise UserError(f"places={self.places!r} must be a place, a mapping from homes to places, or None")
