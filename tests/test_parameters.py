@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model_zoo import make_batch
-from surface_helpers import assert_like, assert_same_gradients, plain, streamed
+from surface_helpers import assert_like, assert_same_gradients, assert_same_state, plain, streamed
 from torch import nn
 
 import megatrain as mt
@@ -117,6 +117,26 @@ def test_changes_reach_the_exact_master_of_a_bf16_model(change: str) -> None:
     assert model.get_parameter(PLACES[0]).dtype == torch.bfloat16
     assert torch.equal(model.get_parameter(PLACES[0]).master(), twin.get_parameter(PLACES[0]))
     assert torch.equal(model.get_parameter(PLACES[0]), twin.get_parameter(PLACES[0]).bfloat16())
+
+
+def test_a_bf16_value_that_a_master_has_already_changes_nothing() -> None:
+    model = mt.stream(plain().bfloat16())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3 * torch.randn(parameter.shape))
+    before = mt.full_state_dict(model)
+    model.load_state_dict(model.state_dict())
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same_state(mt.full_state_dict(model), before)
+    parameter, master = model.model.norm.weight, before["model.norm.weight"]
+    value = parameter.detach().cpu().clone()
+    value[3] = 7.0
+    with torch.no_grad():
+        parameter.copy_(value)
+        parameter.data[8:].copy_(value[8:].neg())
+    expected = torch.cat([master[:8], -value[8:].float()])
+    expected[3] = 7.0
+    assert torch.equal(parameter.master(), expected)
 
 
 def test_a_conversion_to_the_same_keeps_the_low_halves_of_masters() -> None:

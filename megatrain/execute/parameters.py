@@ -288,11 +288,22 @@ def _write(func: Callable[..., Any], target: Any, args: tuple, kwargs: dict[str,
         return tensor.detach().cpu()
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, operand, (args, kwargs))
+    if func is torch.Tensor.copy_ and len(args) > 1 and targets[0]._field.is_split:
+        args = (args[0], _exact(targets[0], *args[:2]), *args[2:])
     with torch.no_grad():
         func(*args, **kwargs)
     for one in {one._field: one for one in targets}.values():
         one._home.write(one._field, masters[one._field])
     return target
+
+
+def _exact(target: HomeParameter | HomeView, master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, to be copied over `master`. Where it is bf16 and says what the weight is in bf16, the master stays as it
+    is, so that `load_state_dict(state_dict())` changes nothing."""
+    if value.dtype != torch.bfloat16:
+        return value
+    now = target.of(target._home.weights(target._field)).cpu()
+    return torch.where(now.view(torch.int16) == value.view(torch.int16), master, value.float())
 
 
 def _alias(func: Callable[..., Any], tensor: HomeParameter | HomeView, master: torch.Tensor) -> torch.Tensor:
