@@ -358,3 +358,18 @@ def test_the_caller_may_ask_for_the_gradient_of_a_hidden_state() -> None:
         found.append(hidden[0].grad)
     # Its two uses outside of blocks are added to those inside in another order: one rounding each.
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=4 * 2.0**-24 * found[0].abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_torch_computes_padded_places_like_others() -> None:
+    """Evaluated with a padding mask, a plain one packs its batch and leaves zeros there."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True)
+    plain, model = stream(nn.TransformerEncoder(layer, 3).eval())
+    x, mask = torch.randn(2, 5, WIDTH), torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    with torch.no_grad():
+        out, packed = (each(x, src_key_padding_mask=mask) for each in (model, plain))
+        torch.testing.assert_close(out[~mask], packed[~mask])
+        assert out[mask].all() and not packed[mask].any()
+        plain.use_nested_tensor = False
+        assert torch.equal(out, plain(x, src_key_padding_mask=mask))
