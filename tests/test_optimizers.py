@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from update_training import assert_same, batches, result, start, train
+from update_training import assert_same, batches, result, start, tiny_llama, train
 
 import megatrain as mt
 from megatrain.base.config import StreamOptions
@@ -269,3 +269,27 @@ def test_an_optimizer_of_nothing_is_refused() -> None:
 def test_two_bits_are_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match="2bit.*quality test"):
         mt.init(optimizer_compression="2bit")
+
+
+def test_momentum_that_is_turned_on_later_is_refused_before_anything_is_updated() -> None:
+    model, optimizer = start(optimizer=mt.optim.SGD)
+    train(model, optimizer, batches(1))
+    before = mt.full_state_dict(model)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    mt.accumulate(model, next(batches(1)))
+    with pytest.raises(UserError, match="asks for the rule 'momentum'.* those of 'sgd'"):
+        optimizer.step()
+    assert_same(mt.full_state_dict(model), before)
+
+
+def test_layer_clipping_drops_gradients_that_no_optimizer_takes() -> None:
+    mt.init(device="cpu", clip="layer")
+    model = mt.stream(tiny_llama())
+    names = [name for name, _ in model.named_parameters() if ".layers.1." not in name]
+    parameters = dict(model.named_parameters())
+    optimizer = mt.optim.AdamW([parameters[name] for name in names], lr=1e-2)
+    before = mt.full_state_dict(model)
+    train(model, optimizer, batches(3), "layer")
+    after = mt.full_state_dict(model)
+    assert all(torch.equal(before[name], after[name]) == (".layers.1." in name) for name in before)
+    assert sum(home.grads.slab_bytes for home in engine_of(model).homes) == 0

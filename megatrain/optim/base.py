@@ -145,6 +145,7 @@ class HomeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         assert engine is not None
+        checks.check_rules(self.param_groups, self.rule, self._rules)
         engine.transport.flush()
         if engine.config.clip == "layer":
             self._skips.judge(self._skips.noted(engine.num_steps - 1), "its update was left out")
@@ -279,6 +280,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         engine = self._engine
         assert engine is not None
         if home not in self._members:
+            self._queue(engine, home, home.grads.give_back)
             return
         groups, step, measures = self._snapshot(home), engine.num_steps, engine.measure_updates
 
@@ -323,13 +325,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             key = id(group), step
             if key not in known:
                 known[key] = self.scalars(group, step, clip)
-            rule = self.rule(group)
-            if rule is not self._rules[parameter]:
-                raise UserError(
-                    f"{parameter._field.name}: its group now asks for the rule {rule.name!r}, and its states are those "
-                    f"of {self._rules[parameter].name!r}: make a new optimizer"
-                )
-            made.append(self._segment(home, parameter, rule, gradient, known[key], step))
+            made.append(self._segment(home, parameter, self.rule(group), gradient, known[key], step))
         return made
 
     def _segment(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.parameters import HomeParameter
+from megatrain.optim.rules import Rule
 
 _TORCH_OPTIONS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 
@@ -65,6 +66,19 @@ def check_parameters(group: dict[str, Any]) -> None:
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise UserError(f"{name}={group[name]!r} is not supported: leave it out")
+
+
+def check_rules(
+    groups: list[dict[str, Any]], rule_of: Callable[[dict[str, Any]], Rule], rules: dict[HomeParameter, Rule]
+) -> None:
+    """A group's numbers must not ask for another rule than its states are made for (SGD's momentum, from or to 0)."""
+    for group in groups:
+        rule, made_for = rule_of(group), rules[group["params"][0]]
+        if rule is not made_for:
+            raise UserError(
+                f"a param group now asks for the rule {rule.name!r}, and its states are those of {made_for.name!r}: "
+                "make a new optimizer"
+            )
 
 
 def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
