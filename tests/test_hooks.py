@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from comparing import assert_same_accumulation, assert_same_step, stream, zero_grad
+from comparing import assert_same_accumulation, assert_same_step, stream, the_engine, zero_grad
 from model_zoo import Block, Stack, make_batch, make_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -165,3 +167,29 @@ def test_a_hook_on_the_logits_and_on_the_loss() -> None:
         return loss
 
     check(*stream(stack(in_turn)), loss_of, 3)
+
+
+def test_a_hook_that_fails_leaves_no_graph_behind() -> None:
+    class Held:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+
+    held: list[weakref.ref[Held]] = []
+
+    def pack(tensor: torch.Tensor) -> Held:
+        one = Held(tensor.detach())
+        held.append(weakref.ref(one))
+        return one
+
+    def loss_of(each: Any, batch: Any) -> torch.Tensor:
+        logits = each(batch["input_ids"])["logits"]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.register_hook(lambda grad: 1 / 0)
+        return loss
+
+    _, model = stream(stack(in_turn))
+    with pytest.raises(ZeroDivisionError):
+        the_engine(model).accumulate([lambda: loss_of(model, make_batch())])
+    gc.collect()
+    assert held and not any(one() for one in held)

@@ -115,8 +115,10 @@ class _Above:
                     "the loss of a micro-batch mixes what layers return in a way that mt.accumulate cannot follow: "
                     "call loss.backward() for each micro-batch instead, or use no reentrant checkpoints in it"
                 ) from None
-        for handle in handles:
-            handle.remove()
+        finally:
+            # A node with a hook that holds it would never go.
+            for handle in handles:
+                handle.remove()
         return found
 
     def _between(self, starts: Roots, end: Node) -> dict[Node, list[tuple[int, GradientEdge]]]:
