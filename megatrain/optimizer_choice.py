@@ -137,8 +137,12 @@ class OptimizerConfig:
                 raise UserError(f"optimizer.{number} is {value}; use 0 or more")
         if self.adjust_lr_fn is not None and self.adjust_lr_fn not in ADJUST_LR_FNS:
             raise UserError(f"optimizer.adjust_lr_fn is {self.adjust_lr_fn!r}; use one of {', '.join(ADJUST_LR_FNS)}")
-        if self.ns_coefficients is not None and len(self.ns_coefficients) != 3:
-            raise UserError(f"optimizer.ns_coefficients is {list(self.ns_coefficients)}; use three numbers")
+        if self.ns_coefficients is not None:
+            are_three = len(self.ns_coefficients) == 3 and all(abs(number) <= 100 for number in self.ns_coefficients)
+            if not are_three:
+                raise UserError(f"optimizer.ns_coefficients is {list(self.ns_coefficients)}; use three within 100 of 0")
+        if self.nesterov and self.name == "sgd" and (not self.momentum or self.dampening):
+            raise UserError("optimizer.nesterov needs optimizer.momentum above 0 and no optimizer.dampening")
         if self.ns_steps is not None and not 0 <= self.ns_steps < 100:
             raise UserError(f"optimizer.ns_steps is {self.ns_steps}; use 0 to 99")
         if self.max_skipped_steps < 0:
@@ -158,13 +162,20 @@ def choice_of(args: TrainingArguments) -> Choice:
 
 
 def read_optim_args(text: str | None) -> Mapping[str, float | bool]:
-    """`momentum=0.9,nesterov=True` as numbers. Raises ValueError for what SGD does not read."""
+    """`momentum=0.9,nesterov=True` as numbers. Raises ValueError for what SGD does not take."""
     numbers: dict[str, float | bool] = {}
     for mapping in text.replace(" ", "").split(",") if text else ():
         key, equals, value = mapping.partition("=")
         if not equals or key not in NUMBERS["sgd"]:
             raise ValueError(mapping)
-        numbers[key] = value.lower() in ("true", "1", "yes") if key == "nesterov" else float(value)
+        if key == "nesterov":
+            numbers[key] = value.lower() in ("true", "1", "yes")
+            continue
+        numbers[key] = float(value)
+        if not 0 <= numbers[key] < 1:
+            raise ValueError(mapping)
+    if numbers.get("nesterov") and not (numbers.get("momentum") and not numbers.get("dampening")):
+        raise ValueError("nesterov without momentum, or with dampening")
     return numbers
 
 
@@ -182,7 +193,7 @@ def bad_optim_args(args: TrainingArguments) -> Iterator[str]:
         read_optim_args(args.optim_args)
     except ValueError as error:
         yield (
-            f"optim_args={args.optim_args!r} is refused: SGD does not read {str(error)!r}. Instead: write it as "
+            f"optim_args={args.optim_args!r} is refused: SGD does not take {str(error)!r}. Instead: write it as "
             "'momentum=0.9,nesterov=True', of momentum, dampening and nesterov; weight_decay is an argument of its own."
         )
 

@@ -71,7 +71,10 @@ def test_fewer_bits_are_a_setting_of_the_engine(tmp_path: Path, name: str) -> No
     ("optim", "optim_args", "told"),
     [
         ("adamw_torch", "momentum=0.9", "optim='adamw_torch' takes none"),
-        ("sgd", "momentum", "does not read 'momentum'"),
+        ("sgd", "momentum", "does not take 'momentum'"),
+        ("sgd", "momentum=5", "does not take 'momentum=5'"),
+        ("sgd", "momentum=nan", "does not take"),
+        ("sgd", "nesterov=True", "nesterov without momentum"),
         ("sgd", "weight_decay=0.1", "weight_decay is an argument of its own"),
         ("sgd", "momentum=fast", "could not convert string to float"),
     ],

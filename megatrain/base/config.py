@@ -16,6 +16,8 @@ MASTERS = {"fp32": ("fp32",), "bf16": ("split", "bf16")}
 COMPRESSIONS = {False: "fp32", True: "4bit", "bf16": "bf16", "8bit": "8bit", "4bit": "4bit", "lossless": "lossless"}
 """optimizer_compression -> format of the moments (`store/codecs.py`, `store/lossless.py`)."""
 CLIPS = ("global", "layer")
+MOST_GB = 10**9
+"""An exabyte: more is a slip of the pen."""
 GRADIENTS = ("fp32", "bf16")
 
 
@@ -76,7 +78,7 @@ class Config:
         for name in ("max_vram_gb", "max_ram_gb", "hbm_home_gb"):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_allowed = is_number and 0 <= value < math.inf and (value > 0 or name == "hbm_home_gb")
+            is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
         if not isinstance(self.compile, bool):

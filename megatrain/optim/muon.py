@@ -323,8 +323,8 @@ def _check_muon_group(group: Group) -> None:
     checks.check_share(group, "momentum")
     coefficients, num_steps = group["ns_coefficients"], group["ns_steps"]
     is_triple = isinstance(coefficients, (tuple, list)) and len(coefficients) == 3
-    if not (is_triple and all(checks.is_number(one) and math.isfinite(one) for one in coefficients)):
-        raise UserError(f"ns_coefficients={coefficients!r} must be three numbers")
+    if not (is_triple and all(checks.is_number(one) and abs(one) <= 100 for one in coefficients)):
+        raise UserError(f"ns_coefficients={coefficients!r} must be three numbers within 100 of 0")
     if not (isinstance(num_steps, int) and not isinstance(num_steps, bool) and 0 <= num_steps < 100):
         raise UserError(f"ns_steps={num_steps!r} must be a whole number from 0 to 99")
     if not group["eps"] > 0:

@@ -15,13 +15,12 @@ import mmap
 import os
 import tempfile
 import weakref
-from pathlib import Path
 
 import psutil
 import torch
 
 from megatrain.base.errors import RefusedError, UserError
-from megatrain.base.paths import existing_parent
+from megatrain.base.paths import existing_parent, user_path
 from megatrain.base.units import format_bytes
 
 logger = logging.getLogger("megatrain")
@@ -47,7 +46,7 @@ class HostMemory:
 
     def __init__(self, *, max_bytes: int | None, offload_dir: str | os.PathLike[str] | None, pin: bool) -> None:
         self.max_bytes = max_bytes
-        self.offload_dir = None if offload_dir is None else Path(offload_dir).expanduser()
+        self.offload_dir = None if offload_dir is None else user_path(offload_dir, "offload_dir")
         self.ram_bytes = 0
         self.disk_bytes = 0
         self.pinned_bytes = 0
