@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -194,7 +195,8 @@ def test_a_failed_update_is_raised_to_whoever_reads_the_weights(monkeypatch: pyt
     optimizer = mt.optim.AdamW(model)
     model(**make_batch()).loss.backward()
     monkeypatch.setattr(CpuUpdater, "run", fail_at(1, CpuUpdater.run))
-    optimizer.step()
+    with contextlib.suppress(LaneError):  # the first update may fail while the others are still being queued
+        optimizer.step()
     with pytest.raises(LaneError):
         dict(mt.named_parameters(model))
     with pytest.raises(LaneError):
