@@ -32,7 +32,7 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_layer_major_accumulation_is_plain_accumulation(name: str) -> None:
-    """From the very first call on. Parameters that one micro-batch visits more than once: see test_accumulate_rounding."""
+    """From the very first call on. Parameters that are visited more than once: see test_accumulate_rounding."""
     plain, model = stream(make_model(name))
     batches = [make_batch(length, seed=length) for length in LENGTHS]
     several = visited_several_times(plain, name)

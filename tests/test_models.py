@@ -202,9 +202,7 @@ def test_the_known_model_comes_from_its_package_and_the_user_is_told(
         assert word in resolved.origin
 
 
-def test_nothing_reachable_names_both_remedies(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_reachable_names_both_remedies(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Path:
         raise FetchError("no matching distribution")
 

@@ -161,8 +161,9 @@ def test_a_tied_embedding_counts_as_the_head() -> None:
 
 
 def test_only_active_experts_count() -> None:
-    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-                           num_key_value_heads=2, vocab_size=50, num_local_experts=4, num_experts_per_tok=2)  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2)
     work = model_work(MixtralForCausalLM(config))
     attention, router, experts = 4 * 32 * 32, 4 * 32, 2 * 3 * 32 * 48
     assert work.matrix_parameters == attention + router + experts + 32 * 50

@@ -108,7 +108,7 @@ def test_a_checkpoint_is_pushed_when_it_is_complete(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(mt.Trainer, "init_hf_repo", lambda self: None)
     monkeypatch.setattr(mt.Trainer, "_push_from_checkpoint", push)
     monkeypatch.setattr(mt.Trainer, "_finish_current_push", lambda self: None)
-    train(mt.Trainer, tmp_path, save_strategy="epoch", push_to_hub=True)
+    train(mt.Trainer, tmp_path, save_strategy="epoch", push_to_hub=True, hub_token="a")
     assert pushed == [("checkpoint-3", True), ("checkpoint-6", True)]
 
 
