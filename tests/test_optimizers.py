@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -293,3 +294,12 @@ def test_layer_clipping_drops_gradients_that_no_optimizer_takes() -> None:
     after = mt.full_state_dict(model)
     assert all(torch.equal(before[name], after[name]) == (".layers.1." in name) for name in before)
     assert sum(home.grads.slab_bytes for home in engine_of(model).homes) == 0
+
+
+def test_the_first_line_says_what_is_compiled_and_what_lies_on_disk(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    start(compile=True)
+    assert "blocks compiled at their first call" in capsys.readouterr().out
+    start(max_ram_gb=1e-4, offload_dir=tmp_path)
+    assert "of homes in files of offload_dir" in capsys.readouterr().out

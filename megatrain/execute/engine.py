@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.base.errors import RefusedError, UserError
-from megatrain.base.units import format_count
+from megatrain.base.units import format_bytes, format_count
 from megatrain.execute.apart import apart
 from megatrain.execute.attributes import set_attributes, setting_attributes
 from megatrain.execute.call import Arguments, Call, LayerFunction
@@ -321,10 +321,13 @@ class Engine:
         kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
         num_on_device = sum(home.place == HBM for home in self.homes)
         living = f" ({num_on_device} homes live there)" if num_on_device else ""
+        disk_bytes = self.activations.buffers.memory.disk_bytes
+        on_disk = f", {format_bytes(disk_bytes)} of homes in files of offload_dir" if disk_bytes else ""
+        compiled = ", blocks compiled at their first call" if self.config.compile else ""
         return (
             f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
             f"{len(self.layers) - num_blocks} other layers streamed through {self.device}{living}; "
-            f"{describe_states(self.formats, self.config)}"
+            f"{describe_states(self.formats, self.config)}{on_disk}{compiled}"
         )
 
     def stats(self) -> dict[str, Any]:
