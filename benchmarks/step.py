@@ -116,7 +116,7 @@ def main() -> None:
         started = time.perf_counter()
         step_losses = mt.accumulate(model, batches)
         accumulated = time.perf_counter() - started
-        norm = engine.layer_norm if args.clip == "layer" else mt.clip_grad_norm_(model, 1.0)
+        norm = engine.consumed_norm if args.clip == "layer" else mt.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(loss.item() for loss in step_losses))

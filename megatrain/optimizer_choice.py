@@ -88,6 +88,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.name is not None and self.name not in NUMBERS:
             raise UserError(f"optimizer.name is {self.name!r}; use one of {', '.join(NUMBERS)}")
+        if self.name is None and self.max_skipped_steps != 10:
+            raise UserError("optimizer.max_skipped_steps needs optimizer.name: adamw is what a run gets without it")
         for number in self._given():
             if self.name is None:
                 raise UserError(f"optimizer.{number} needs optimizer.name, which says whose number it is")
@@ -133,6 +135,8 @@ class OptimizerConfig:
                 raise UserError(f"optimizer.{number} is {list(value)}; use two numbers from 0 to below 1")
             if number in ("momentum", "dampening", "ema_decay") and not 0 <= value < 1:
                 raise UserError(f"optimizer.{number} is {value}; use a number from 0 to below 1")
+            if number == "eps" and self.name == "muon" and not value > 0:
+                raise UserError(f"optimizer.eps is {value}; use more than 0: muon divides by it")
             if number in ("eps", "adamw_eps", "adamw_lr") and not 0 <= value < float("inf"):
                 raise UserError(f"optimizer.{number} is {value}; use 0 or more")
         if self.adjust_lr_fn is not None and self.adjust_lr_fn not in ADJUST_LR_FNS:

@@ -237,8 +237,8 @@ class Trainer(transformers.Trainer):
     def _norm(self, max_norm: float) -> torch.Tensor:
         """Global norm before clipping."""
         if self.engine.config.clip == "layer":
-            # The layers' updates have clipped by their own norms. Those that have not landed yet count as before.
-            return torch.tensor(self.engine.layer_norm)
+            # The layers' updates have clipped by their own norms.
+            return torch.tensor(self.engine.consumed_norm)
         return api.clip_grad_norm_(self.model, max_norm)
 
     # Saving and loading

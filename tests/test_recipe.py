@@ -141,7 +141,7 @@ def test_a_missing_key_says_how_to_give_it(tmp_path: Path) -> None:
         (["name=lion", "betas=[0.9]"], "optimizer.betas is [0.9]; use two numbers"),
         (["name=adam", "eps=-1"], "optimizer.eps is -1; use 0 or more"),
         (["name=muon", "adjust_lr_fn=fast"], "optimizer.adjust_lr_fn is 'fast'; use one of original"),
-        (["name=muon", "ns_coefficients=[1, 2]"], "optimizer.ns_coefficients is [1, 2]; use three numbers"),
+        (["name=muon", "ns_coefficients=[1, 2]"], "optimizer.ns_coefficients is [1, 2]; use three within 100 of 0"),
         (["name=muon", "ns_steps=100"], "optimizer.ns_steps is 100; use 0 to 99"),
         (["max_skipped_steps=-1"], "optimizer.max_skipped_steps is -1; use 0 or more"),
     ],

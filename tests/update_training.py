@@ -16,6 +16,7 @@ from megatrain.optim.base import HomeOptimizer
 
 MAX_NORM = 0.5
 VOCABULARY = 90
+COMPRESSIONS = [False, "bf16", "8bit", "4bit", "lossless"]
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -67,3 +68,11 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not different, different
+
+
+def spoil(model: torch.nn.Module, name: str, value: float) -> None:
+    """Puts `value` into a gradient."""
+    parameter = dict(model.named_parameters())[name]
+    gradient = parameter.grad
+    gradient.view(-1)[3] = value
+    parameter.grad = gradient

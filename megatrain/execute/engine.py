@@ -110,7 +110,7 @@ class Engine:
         activation_bytes: int,
     ) -> None:
         self.homes, self.layers, self.device = homes, layers, device
-        self.formats, self.placement = formats, placement
+        self.formats, self.placement, self.memory = formats, placement, memory
         self.config, self.options = placement.config, placement.options
         self.transport = make_transport(homes, resident, layers, memory, device, placement)
         self.passes = Passes(device, self._send)
@@ -134,7 +134,6 @@ class Engine:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._consumed: set[Home] = set()
         self._update_report: dict[str, float] = {}
-        self._norm_report: dict[str, float] = {}
         if self.config.compile:
             compile_templates(layers)
 
@@ -262,14 +261,19 @@ class Engine:
 
     def end_step(self) -> None:
         """The optimizer has made its step."""
-        self._consumed.clear()
+        self.restart_step()
         self.num_steps += 1
+
+    def restart_step(self) -> None:
+        """With clip="layer": another backward may use gradients up."""
+        self._consumed.clear()
 
     def _recover(self) -> None:
         is_clean = self.transport.is_idle and not (self._visits or self.is_collecting or self.passes.is_held)
         if is_clean and not self.passes.is_torn():
             return
         self.is_collecting = False
+        self._consumed.clear()
         self._visits.clear()
         self.passes.abandon()
         for layer in self.layers:
@@ -291,6 +295,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         self.transport.flush()
+        self.restart_step()
         for home in self.homes:
             home.grads.clear()
 
@@ -321,7 +326,7 @@ class Engine:
         kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
         num_on_device = sum(home.place == HBM for home in self.homes)
         living = f" ({num_on_device} homes live there)" if num_on_device else ""
-        disk_bytes = self.activations.buffers.memory.disk_bytes
+        disk_bytes = self.memory.disk_bytes
         on_disk = f", {format_bytes(disk_bytes)} of homes in files of offload_dir" if disk_bytes else ""
         compiled = ", blocks compiled at their first call" if self.config.compile else ""
         return (
@@ -353,7 +358,7 @@ class Engine:
     def layer_report(self) -> dict[str, dict[str, float]]:
         """Gradient norm of each home, and |dw| / |w| of its last update if `measure_updates` was set before it."""
         norms = {home.name: sum(n * n for n in of.values()) ** 0.5 for home, of in self.gradient_norms().items()}
-        norms |= self._norm_report
+        norms |= {home.name: home.grads.arrived_norm for home in self.consumed}
         names = dict.fromkeys((*norms, *self._update_report))
         return {
             name: {
@@ -363,14 +368,16 @@ class Engine:
             for name in names
         }
 
-    def report_norm(self, home: Home, norm: float) -> None:
-        """The norm of gradients that are not kept."""
-        self._norm_report[home.name] = norm
+    @property
+    def consumed(self) -> list[Home]:
+        """Homes whose gradients of this step were used up in the backward, in the order of the forward."""
+        return [home for home in self.homes if home in self._consumed]
 
     @property
-    def layer_norm(self) -> float:
-        """Global norm of the gradients of the last step that are not kept, as far as they have come home."""
-        return math.sqrt(sum(norm * norm for norm in self._norm_report.values()))
+    def consumed_norm(self) -> float:
+        """Global norm of the gradients that were used up in the backward."""
+        self.transport.flush()
+        return math.sqrt(sum(home.grads.arrived_norm**2 for home in self.consumed))
 
     def report_update(self, home: Home, ratio: float) -> None:
         self._update_report[home.name] = ratio

@@ -13,24 +13,25 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
-from megatrain.optim import checks, states
+from megatrain.optim import average, checks, states
 from megatrain.optim.lossless_update import LosslessSegment
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Ema, Segment
-from megatrain.optim.skipped import SkippedSteps
+from megatrain.optim.skipped import SkippedSteps, first_bad_layer
 from megatrain.optim.update import Measure
 from megatrain.optim.updaters import Updaters
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
+from megatrain.store.lending import Lending
 from megatrain.store.rounding import make_key
 
 logger = logging.getLogger("megatrain")
@@ -78,14 +79,15 @@ class HomeOptimizer(torch.optim.Optimizer):
         self.max_norm, self.ema_decay, self.seed = max_norm, ema_decay, seed
         self._skips = SkippedSteps(max_skipped_steps)
         self._engine: Engine | None = None
+        self._states: dict[HomeParameter, states.State] = {}
+        self._is_averaged = False
         self._members: dict[Home, list[tuple[HomeParameter, int]]] = {}
         self._rules: dict[HomeParameter, Rule] = {}
-        self._order: dict[HomeParameter, int] = {}
-        self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._numbers: dict[Field, int] = {}
+        self._lending = Lending()
         super().__init__(checks.trainable(params), defaults)
         engine = self._engine
-        if engine is None:
-            raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
+        assert engine is not None
         self._updaters = Updaters(engine.device, num_threads, kernel)
         if engine.config.clip == "layer":
             checks.check_single_consumer(engine)
@@ -108,6 +110,16 @@ class HomeOptimizer(torch.optim.Optimizer):
     def check_group(self, group: Group) -> None:
         """Raise UserError for numbers that cannot work."""
         raise NotImplementedError
+
+    @property
+    def state(self) -> Mapping[HomeParameter, states.State]:
+        """A parameter's `step` and moments, once its updates are done. As long as somebody holds one of the tensors,
+        `step` waits for its updates."""
+        return states.LentStates(self._states, self._lending)
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """torch.optim.Optimizer sets an empty one; states are made with their groups."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -133,6 +145,15 @@ class HomeOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def _forget_groups(self, num_kept: int) -> None:
+        """Undo the groups after the first `num_kept`."""
+        del self.param_groups[num_kept:]
+        for home, members in self._members.items():
+            for parameter, index in members:
+                if index >= num_kept:
+                    del self._states[parameter], self._rules[parameter]
+            self._members[home] = [member for member in members if member[1] < num_kept]
+
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
         """Queue an update for every parameter that has a gradient. Parameters without one are left alone.
 
@@ -145,17 +166,22 @@ class HomeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         assert engine is not None
+        if self._is_averaged:
+            raise RefusedError(
+                "step() inside ema_weights(), where the weights are their average: leave the block first"
+            )
         checks.check_rules(self.param_groups, self.rule, self._rules)
         engine.transport.flush()
         if engine.config.clip == "layer":
-            self._skips.judge(self._skips.noted(engine.num_steps - 1), "its update was left out")
+            bad = [home.name for home in engine.consumed if not math.isfinite(home.grads.arrived_norm)]
+            self._skips.judge(bad[0] if bad else None, is_whole_step=False)
         else:
-            self._skips.judge(self._first_bad_layer(engine), "the step is skipped")
+            members = {home: self._members[home] for home in self._homes_in_order(engine)}
+            self._skips.judge(first_bad_layer(members, engine.homes), is_whole_step=True)
             if not self.step_was_skipped:
                 for home in self._homes_in_order(engine):
                     self._update(engine, home)
-        self._lent = [moment for moment in self._lent if moment() is not None]
-        if self._lent:
+        if self._lending.is_any_out or any(home.grads.is_lent for home in self._members):
             self._wait()
         engine.end_step()
         return loss
@@ -166,12 +192,9 @@ class HomeOptimizer(torch.optim.Optimizer):
             raise UserError("zero_grad(set_to_none=False) is not supported: absent gradients cost no memory")
         assert self._engine is not None
         self._engine.transport.flush()
-        fields: dict[Home, set[Field]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                fields.setdefault(parameter._home, set()).add(parameter._field)
-        for home, of_home in fields.items():
-            home.grads.drop_all(frozenset(of_home))
+        self._engine.restart_step()
+        for home, members in self._members.items():
+            home.grads.drop_all(frozenset(parameter._field for parameter, _ in members))
 
     def state_dict(self) -> dict[str, Any]:
         """As that of PyTorch's optimizer of the same rule: a parameter's `step` and moments, viewing the states, and
@@ -183,8 +206,6 @@ class HomeOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         packed["state"] = {index: states.saved_state(state) for index, state in packed["state"].items()}
         packed["moments"] = self.moments
-        lent = (t for state in packed["state"].values() for name, t in state.items() if name != "step")
-        self._lent = [weakref.ref(tensor) for tensor in lent]
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -193,60 +214,48 @@ class HomeOptimizer(torch.optim.Optimizer):
         Raises ValueError when groups do not match, UserError when states or numbers do not fit.
         """
         self._wait()
+        states.check_sections(state_dict)
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in saved_groups]
         if sizes != saved_sizes:
             raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
         settings = [{key: value for key, value in saved.items() if key != "params"} for saved in saved_groups]
-        for group, setting in zip(self.param_groups, settings, strict=True):
-            self.check_group({**group, **setting})
-        converted = set()
+        loads: list[states.Load] = []
         for group, setting, saved in zip(self.param_groups, settings, saved_groups, strict=True):
-            group.update(setting)
+            self.check_group({**group, **setting})
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                converted |= self._load_state(parameter, self.rule(group), state_dict, index)
+                state = state_dict["state"].get(index)
+                own, rule = self._states[parameter], self._rules[parameter]
+                loads.append(states.Load(own, state, rule, self.moments, state_dict.get("moments"), parameter._field))
+        # All have been looked at: nothing is overwritten by a state that does not fit.
+        for group, setting in zip(self.param_groups, settings, strict=True):
+            group.update(setting)
+        converted = {load.saved_moments for load in loads if load.run()}
         for name in sorted(converted - {self.moments}):
             logger.warning("the saved moments are %s and were converted to %s", name, self.moments)
-
-    def _load_state(self, parameter: HomeParameter, rule: Rule, state_dict: dict[str, Any], index: int) -> set[str]:
-        """Returns the format that the state was saved in, if there is one."""
-        saved, own = state_dict["state"].get(index), self.state[parameter]
-        if saved is None:
-            states.clear_state(own)
-            return set()
-        format_ = states.format_of(saved, rule, state_dict.get("moments", "fp32"))
-        states.load_state(own, saved, rule, self.moments, format_, parameter._field)
-        return {format_}
 
     def close(self) -> None:
         """Wait for the updates and end the worker threads."""
         self._wait()
         self._updaters.close()
 
-    # The average of the weights.
-
     @contextlib.contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Within the block the model's weights are their moving average: to evaluate or to save. After it they are
-        again what they were, bit for bit. Takes another copy of the weights meanwhile; do not train in it.
+        """Within the block the model's weights are their moving average (rounded to bf16 where masters are): to
+        evaluate or to save. After it they are again what they were, bit for bit. Takes a copy of the weights meanwhile.
 
-        Raises UserError without `ema_decay`.
+        Raises UserError without `ema_decay`. Training in the block is refused.
         """
         if self.ema_decay is None:
             raise UserError(f"there is no average of the weights: make {type(self).__name__}(..., ema_decay=0.999)")
         self._wait()
-        kept = {home: (home.wire.clone(), home.low.clone()) for home in self._members}
+        self._is_averaged = True
         try:
-            for home, members in self._members.items():
-                for parameter, _ in members:
-                    home.write(parameter._field, self.state[parameter][states.EMA])
-            yield
+            with average.in_place_of_weights(self._members, self._states):
+                yield
         finally:
-            for home, (wire, low) in kept.items():
-                home.wire.copy_(wire)
-                home.low.copy_(low)
-                home.version += 1
+            self._is_averaged = False
 
     @property
     def moments(self) -> str:
@@ -256,7 +265,7 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def num_state_bytes(self) -> int:
         """Bytes of all moments and averages now, scales included."""
-        return sum(map(states.num_state_bytes, self.state.values()))
+        return sum(map(states.num_state_bytes, self._states.values()))
 
     # An update.
 
@@ -282,15 +291,12 @@ class HomeOptimizer(torch.optim.Optimizer):
         if home not in self._members:
             self._queue(engine, home, home.grads.give_back)
             return
-        groups, step, measures = self._snapshot(home), engine.num_steps, engine.measure_updates
+        groups, measures = self._snapshot(home), engine.measure_updates
 
         def update() -> None:
-            norms = home.grads.norms()
-            norm = math.sqrt(sum(value * value for value in norms.values()))
-            engine.report_norm(home, norm)
+            norm = home.grads.arrived_norm
             try:
                 if not math.isfinite(norm):
-                    self._skips.note(step, home.name)
                     return
                 clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
                 self._run(engine, home, self._work(home, groups, clip), measures)
@@ -308,7 +314,11 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def _snapshot(self, home: Home) -> list[tuple[HomeParameter, Group]]:
         """The home's parameters, each with its group's numbers as they are now."""
-        numbers = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        numbers = [
+            # A scheduler may change a tensor in place before the update runs.
+            {key: value.item() if checks.is_scalar(value) else value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
         return [(parameter, numbers[index]) for parameter, index in self._members[home]]
 
     def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], clip: float) -> list[Work]:
@@ -319,7 +329,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             gradient = home.grads.view(parameter._field)
             if gradient is None:
                 continue
-            state = self.state[parameter]
+            state = self._states[parameter]
             state["step"] += 1
             step = int(state["step"])
             key = id(group), step
@@ -331,7 +341,7 @@ class HomeOptimizer(torch.optim.Optimizer):
     def _segment(
         self, home: Home, parameter: HomeParameter, rule: Rule, gradient: torch.Tensor, scalars: Scalars, step: int
     ) -> Work:
-        field, state = parameter._field, self.state[parameter]
+        field, state = parameter._field, self._states[parameter]
         ema = None
         if self.ema_decay is not None:
             ema = Ema(average=state[states.EMA].view(-1), decay=self.ema_decay)
@@ -343,7 +353,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             "low": home.low_half(field) if field.is_split else None,
             "grad": gradient.view(-1),
             "ema": ema,
-            "key": make_key(self.seed, step, self._order[parameter]),
+            "key": make_key(self.seed, step, self._numbers[field]),
         }
         if is_lossless:
             moments = tuple(state[f"{one.name}.{states.LOSSLESS}"] for one in rule.states)
@@ -363,17 +373,6 @@ class HomeOptimizer(torch.optim.Optimizer):
         """Run the updates of a home."""
         return self._updaters.run(home.place, work, measure)
 
-    # Gradients that are not finite.
-
-    def _first_bad_layer(self, engine: Engine) -> str | None:
-        """Name of the first home, in the order of the forward, with a gradient of this optimizer that is not finite."""
-        for home in self._homes_in_order(engine):
-            mine = {parameter._field for parameter, _ in self._members[home]}
-            norms = home.grads.norms()
-            if not all(math.isfinite(norm) for field, norm in norms.items() if field in mine):
-                return home.name
-        return None
-
     def _wait(self) -> None:
         assert self._engine is not None
         self._engine.wait()
@@ -386,9 +385,16 @@ class HomeOptimizer(torch.optim.Optimizer):
                 raise UserError("one optimizer cannot hold parameters of two streamed models: make one for each")
             self._engine = parameter._engine
             by_home.setdefault(parameter._home, {})[parameter] = self.rule(group)
+        if self.ema_decay is not None:
+            average.require(self._engine.memory, self._engine.placement, by_home)
         for home, rules in by_home.items():
-            self.state.update(states.make_states(home, rules, self.moments, has_ema=self.ema_decay is not None))
+            self._states.update(states.make_states(home, rules, self.moments, has_ema=self.ema_decay is not None))
             self._rules.update(rules)
             members = self._members.setdefault(home, [])
             members += [(parameter, len(self.param_groups) - 1) for parameter in rules]
-        self._order.update((p, len(self._order) + i) for i, p in enumerate(group["params"]))
+        if self._engine is None:
+            raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
+        if not self._numbers:
+            # Of the model, so that no grouping changes the random numbers of a parameter.
+            fields = (field for home in self._engine.homes for field in home.fields)
+            self._numbers = {field: number for number, field in enumerate(fields)}

@@ -106,4 +106,8 @@ def check_share(group: dict[str, Any], name: str) -> None:
 def is_number(value: Any) -> bool:
     # Schedulers may keep the learning rate in a tensor.
     is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_plain or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return is_plain or is_scalar(value)
+
+
+def is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1

@@ -99,8 +99,14 @@ class Muon(HomeOptimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds two groups for one that does not say `use_muon`, if it has parameters of both kinds."""
-        for group in _split(param_group):
-            super().add_param_group(group if group["use_muon"] else {**self._adamw, **group})
+        num_groups = len(self.param_groups)
+        try:
+            for group in _split(param_group):
+                super().add_param_group(group if group["use_muon"] else {**self._adamw, **group})
+        except UserError:
+            self._forget_groups(num_groups)
+            raise
+        for group in self.param_groups[num_groups:]:
             for parameter in group["params"] if group["use_muon"] else ():
                 self._reserve(parameter)
 

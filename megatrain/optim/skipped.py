@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import logging
-import threading
+import math
+from collections.abc import Mapping, Sequence
 
 from megatrain.base.errors import NonFiniteError
+from megatrain.execute.parameters import HomeParameter
+from megatrain.store.home import Home
 
 logger = logging.getLogger("megatrain")
+
+
+def first_bad_layer(members: Mapping[Home, Sequence[tuple[HomeParameter, int]]], homes: Sequence[Home]) -> str | None:
+    """Name of the first home whose gradients an update would read as not finite.
+
+    members: the homes of an optimizer with its parameters, in the order of the forward. homes: all of the model: the
+    clip factor is of all gradients, also of those that are not this optimizer's.
+    """
+    is_clipped_badly = False
+    for home, of_home in members.items():
+        mine = {parameter._field for parameter, _ in of_home}
+        norms = [norm for field, norm in home.grads.norms().items() if field in mine]
+        if not all(map(math.isfinite, norms)):
+            return home.name
+        is_clipped_badly |= bool(norms) and not math.isfinite(home.grads.scale)
+    if not is_clipped_badly:
+        return None
+    return next(
+        (home.name for home in homes if not all(map(math.isfinite, home.grads.norms().values()))), "other layers"
+    )
 
 
 class SkippedSteps:
@@ -21,21 +44,11 @@ class SkippedSteps:
         self.num_skipped = 0
         self._max_in_row = max_in_row
         self._num_in_row = 0
-        self._noted: dict[int, str] = {}
-        self._lock = threading.Lock()
 
-    def note(self, step: int, layer: str) -> None:
-        """From an update lane: gradients of `layer` in `step` were not finite. The first note of a step counts."""
-        with self._lock:
-            self._noted.setdefault(step, layer)
-
-    def noted(self, step: int) -> str | None:
-        """The layer that was noted for `step`, once."""
-        with self._lock:
-            return self._noted.pop(step, None)
-
-    def judge(self, bad_layer: str | None, consequence: str) -> None:
+    def judge(self, bad_layer: str | None, *, is_whole_step: bool) -> None:
         """A step whose first layer with bad gradients is `bad_layer`, or a good one (None).
+
+        is_whole_step: the whole step is left out, and not only the updates of bad layers.
 
         Raises NonFiniteError when it was one too many in a row.
         """
@@ -47,8 +60,11 @@ class SkippedSteps:
         self._num_in_row += 1
         if self._num_in_row > self._max_in_row:
             raise NonFiniteError(
-                f"gradients were not finite in {self._num_in_row} steps in a row, this time first in {bad_layer!r}: "
-                "lower the learning rate, look at the data of these steps, or raise max_skipped_steps="
-                f"{self._max_in_row} of the optimizer. The weights took nothing from them"
+                f"the norm of gradients was not finite in {self._num_in_row} steps in a row, this time first in "
+                f"{bad_layer!r}: lower the learning rate, look at the data of these steps, or raise max_skipped_steps="
+                f"{self._max_in_row} of the optimizer. No weight took anything from gradients that were not finite"
             )
-        logger.warning("gradients of %r are not finite: %s (%d so far)", bad_layer, consequence, self.num_skipped)
+        consequence = "the step is skipped" if is_whole_step else "the update of such layers was left out"
+        logger.warning(
+            "the norm of the gradients of %r is not finite: %s (%d so far)", bad_layer, consequence, self.num_skipped
+        )

@@ -12,6 +12,8 @@ and `ema` (fp32, in the parameter's shape) where an average of the weights is ke
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from megatrain.spec.layout import Field
 from megatrain.store import codecs, rounding
 from megatrain.store.codecs import Stored
 from megatrain.store.home import Home
+from megatrain.store.lending import Lending
 from megatrain.store.lossless import LosslessMoment
 
 State = dict[str, Any]
@@ -81,46 +84,158 @@ def num_state_bytes(state: State) -> int:
     )
 
 
+class LentStates(Mapping[HomeParameter, State]):
+    """States as others see them: read once their updates are done, and lent."""
+
+    def __init__(self, own: dict[HomeParameter, State], lending: Lending) -> None:
+        self._own, self._lending = own, lending
+
+    def __getitem__(self, parameter: HomeParameter) -> State:
+        parameter._home.updated.wait()
+        return {
+            name: self._lending.lend(value) if isinstance(value, torch.Tensor) and name != "step" else value
+            for name, value in self._own[parameter].items()
+        }
+
+    def __iter__(self) -> Iterator[HomeParameter]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
 def saved_state(state: State) -> State:
-    """As it goes into a state_dict: tensors that view the state, lossless moments as one flat tensor."""
+    """As it goes into a state_dict: lossless moments as one flat tensor, and what lies on a device as a copy."""
     return {
-        name: value.pack() if isinstance(value, LosslessMoment) else value.view_as(value)
+        name: value.pack() if isinstance(value, LosslessMoment) else value.view_as(value).cpu()
         for name, value in state.items()
     }
 
 
-def format_of(saved: State, rule: Rule, name: str) -> str:
-    """In which format `saved` holds its moments. `name`: what the state_dict says; None for one of PyTorch's."""
-    if not rule.states or saved.get("step") is None:
-        return name
-    first = rule.states[0].name
-    if f"{first}.{LOSSLESS}" in saved:
-        return LOSSLESS
-    if f"{first}.codes" in saved:
-        return name
-    return "bf16" if first in saved and torch.as_tensor(saved[first]).dtype == torch.bfloat16 else "fp32"
+def check_sections(state_dict: Any) -> None:
+    """Raises UserError for what is no state_dict of an optimizer."""
+    for section, kind in (("state", Mapping), ("param_groups", Sequence)):
+        if not (isinstance(state_dict, Mapping) and isinstance(state_dict.get(section), kind)):
+            raise UserError(f"the saved optimizer has no {section!r}: give it what optimizer.state_dict() returned")
 
 
-def load_state(own: State, saved: State, rule: Rule, moments: str, saved_moments: str, field: Field) -> None:
-    """Overwrite `own`, of format `moments`, with what was saved in `saved_moments`, converting where they differ.
+class Load:
+    """One parameter's saved state on its way into its own. Made, it has been checked; `run` then cannot fail.
 
-    Raises UserError when something is missing or of another shape; `own` may then
-    be overwritten in part.
+    Args:
+        own: of format `moments`. saved: None where nothing was saved: as before the first step.
+        name: of the saved format, as the state_dict says; None for one of PyTorch's.
+
+    Raises UserError when something is missing, is no tensor, or has another shape or dtype.
     """
-    name = field.name
-    own["step"].copy_(torch.as_tensor(_given(saved, "step", name)))
-    if EMA in own and EMA in saved:
-        _copy(own[EMA], saved[EMA], f"{name}: {EMA}")
-    if moments == saved_moments != LOSSLESS or not rule.states:
-        for key in sorted(own.keys() - {"step", EMA}):
-            _copy(own[key], _given(saved, key, name), f"{name}: {key}")
-        return
-    values = _decoded(saved, rule, saved_moments, field)
-    if moments == LOSSLESS:
-        for one in rule.states:
-            own[f"{one.name}.{LOSSLESS}"].copy_(values[one.name])
-        return
-    _encode(own, rule, moments, values)
+
+    def __init__(self, own: State, saved: Any, rule: Rule, moments: str, name: str | None, field: Field) -> None:
+        self._own, self._saved, self._rule, self._moments, self._field = own, saved, rule, moments, field
+        self.saved_moments = moments
+        self._lossless: dict[str, LosslessMoment] = {}
+        if saved is None:
+            return
+        if not isinstance(saved, Mapping):
+            raise UserError(f"{field.name}: the saved optimizer state is a {type(saved).__name__}, not a dict")
+        step = self._tensor("step")
+        if step.numel() != 1 or not (math.isfinite(step.item()) and step.item() >= 0):
+            raise UserError(f"{field.name}: the saved step is {step.tolist()}: it must be a number of 0 or more")
+        if EMA in own and EMA in saved:
+            self._check(EMA, torch.float32, field.shape)
+        if rule.states:
+            self.saved_moments = self._find_format(name)
+            self._check_moments()
+
+    def run(self) -> bool:
+        """Overwrite the own state. Returns whether there was a saved one."""
+        if self._saved is None:
+            clear_state(self._own)
+            return False
+        self._own["step"].copy_(self._tensor("step").reshape(()))
+        if EMA in self._own and EMA in self._saved:
+            self._own[EMA].copy_(self._saved[EMA])
+        if self._moments == self.saved_moments != LOSSLESS:
+            for key in self._own.keys() - {"step", EMA}:
+                self._own[key].copy_(self._saved[key])
+        elif self._rule.states:
+            self._convert()
+        return True
+
+    def _find_format(self, name: str | None) -> str:
+        first = self._rule.states[0].name
+        if f"{first}.{LOSSLESS}" in self._saved:
+            return LOSSLESS
+        if f"{first}.codes" in self._saved:
+            if name not in FORMATS or not FORMATS[name].is_block:
+                raise UserError(
+                    f"{self._field.name}: the saved optimizer has codes, and its format {name!r} is not known"
+                )
+            return name
+        return "bf16" if self._tensor(first).dtype == torch.bfloat16 else "fp32"
+
+    def _check_moments(self) -> None:
+        numel, shape = self._field.numel, self._field.shape
+        for one in self._rule.states:
+            if self.saved_moments == LOSSLESS:
+                moment = LosslessMoment.unpack(self._tensor(f"{one.name}.{LOSSLESS}"))
+                if moment.numel != numel:
+                    raise UserError(f"{self._field.name}: the saved {one.name} has {moment.numel} numbers, not {numel}")
+                self._lossless[one.name] = moment
+                continue
+            format_ = FORMATS[self.saved_moments]
+            if format_.is_block:
+                self._check(f"{one.name}.codes", torch.uint8, (format_.num_codes(numel),))
+                self._check(f"{one.name}.scales", torch.float32, (format_.num_scales(numel),))
+            else:
+                self._check(one.name, format_.dtype, shape)
+
+    def _check(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        saved = self._tensor(key)
+        if tuple(saved.shape) != tuple(shape) or saved.dtype != dtype:
+            raise UserError(
+                f"{self._field.name}: {key} was saved as {saved.dtype} {tuple(saved.shape)}, this one is {dtype} "
+                f"{tuple(shape)}"
+            )
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        if key not in self._saved:
+            raise UserError(
+                f"{self._field.name}: the saved optimizer state has no {key!r}; it has "
+                f"{', '.join(map(str, self._saved))}"
+            )
+        value = self._saved[key]
+        if not isinstance(value, (torch.Tensor, int, float)):
+            raise UserError(f"{self._field.name}: the saved {key} is a {type(value).__name__}, not a tensor")
+        return torch.as_tensor(value)
+
+    def _convert(self) -> None:
+        values = self._decoded()
+        if self._moments == LOSSLESS:
+            for name, value in values.items():
+                self._own[f"{name}.{LOSSLESS}"].copy_(value)
+            return
+        of_own = stored(self._own, self._rule, self._moments)
+        reference = None if self._rule.reference is None else of_own[self._rule.reference]
+        for i in self._rule.order():
+            one = self._rule.states[i]
+            flat = values[one.name].to(of_own[i].codes.device)
+            random = rounding.random_bits((0, 0), 0, flat.numel(), flat.device)
+            other = reference if one.is_signed else None
+            codecs.encode_(flat, of_own[i], random, is_signed=one.is_signed, reference=other)
+
+    def _decoded(self) -> dict[str, torch.Tensor]:
+        """The saved moments as flat fp32 tensors."""
+        if self.saved_moments == LOSSLESS:
+            return {name: moment.to_tensor() for name, moment in self._lossless.items()}
+        on_host = {key: value.cpu() for key, value in self._saved.items() if isinstance(value, torch.Tensor)}
+        of_saved = stored(on_host, self._rule, self.saved_moments)
+        reference = None if self._rule.reference is None else of_saved[self._rule.reference]
+        return {
+            one.name: codecs.decode(
+                coded, self._field.numel, is_signed=one.is_signed, reference=reference if one.is_signed else None
+            ).float()
+            for one, coded in zip(self._rule.states, of_saved, strict=True)
+        }
 
 
 def clear_state(own: State) -> None:
@@ -130,50 +245,3 @@ def clear_state(own: State) -> None:
             own[name] = LosslessMoment(value.numel)
         elif name != EMA:
             value.zero_()
-
-
-def _decoded(saved: State, rule: Rule, saved_moments: str, field: Field) -> dict[str, torch.Tensor]:
-    """The saved moments as flat fp32 tensors."""
-    name, numel = field.name, field.numel
-    if saved_moments == LOSSLESS:
-        return {
-            one.name: LosslessMoment.unpack(_given(saved, f"{one.name}.{LOSSLESS}", name)).to_tensor()
-            for one in rule.states
-        }
-    wanted = [f"{one.name}.codes" if FORMATS[saved_moments].is_block else one.name for one in rule.states]
-    for key in wanted:
-        _given(saved, key, name)
-    of_saved = stored({key: torch.as_tensor(value).cpu() for key, value in saved.items()}, rule, saved_moments)
-    values = {}
-    reference = None if rule.reference is None else of_saved[rule.reference]
-    for one, coded in zip(rule.states, of_saved, strict=True):
-        if coded.codes.numel() != coded.format.num_codes(numel):
-            raise UserError(f"{name}: the saved {one.name} has {coded.codes.numel()} numbers, not those of {numel}")
-        decoded = codecs.decode(coded, numel, is_signed=one.is_signed, reference=reference if one.is_signed else None)
-        values[one.name] = decoded.float()
-    return values
-
-
-def _encode(own: State, rule: Rule, moments: str, values: dict[str, torch.Tensor]) -> None:
-    of_own = stored(own, rule, moments)
-    reference = None if rule.reference is None else of_own[rule.reference]
-    for i in rule.order():
-        one = rule.states[i]
-        flat = values[one.name].to(of_own[i].codes.device)
-        random = rounding.random_bits((0, 0), 0, flat.numel(), flat.device)
-        codecs.encode_(flat, of_own[i], random, is_signed=one.is_signed, reference=reference if one.is_signed else None)
-
-
-def _given(saved: State, key: str, name: str) -> Any:
-    if key not in saved:
-        raise UserError(f"{name}: the saved optimizer state has no {key!r}; it has {', '.join(map(str, saved))}")
-    return saved[key]
-
-
-def _copy(own: torch.Tensor, saved: Any, what: str) -> None:
-    saved = torch.as_tensor(saved)
-    if saved.shape != own.shape or saved.dtype != own.dtype:
-        raise UserError(
-            f"{what} was saved as {saved.dtype} {tuple(saved.shape)}, this one is {own.dtype} {tuple(own.shape)}"
-        )
-    own.copy_(saved)

@@ -9,13 +9,14 @@ Rule: written by the drain lane, read by others only after `arrived`.
 
 from __future__ import annotations
 
-import weakref
+import math
 
 import torch
 
 from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
+from megatrain.store.lending import Lending
 from megatrain.store.memory import DeviceMemory, HostMemory
 
 
@@ -34,12 +35,14 @@ class HomeGradients:
         self.touched: frozenset[Field] = frozenset()
         self.scale = 1.0
         """Factor of clipping that is still to be multiplied in."""
+        self.arrived_norm = 0.0
+        """L2 norm of all that the last pass brought, also after it was used up."""
 
         self._memory = memory
         self._norms: dict[Field, float] = {}
         self._slab = torch.empty(0, dtype=dtype)
         self._total: torch.Tensor | None = None
-        self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._lending = Lending()
 
     @property
     def slab_bytes(self) -> int:
@@ -55,9 +58,9 @@ class HomeGradients:
         self.touched, self.scale = frozenset(), 1.0
         self._norms.clear()
         self._total = None
-        if any(view() is not None for view in self._lent):
+        if self._lending.is_any_out:
             self._slab = torch.empty(0, dtype=self.dtype)
-        self._lent.clear()
+        self._lending.forget()
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +89,7 @@ class HomeGradients:
         """The first pass since `clear` has arrived in the slab. `norms` are the L2 norms of the touched fields."""
         self.layout, self.touched = layout, frozenset(norms)
         self._norms = dict(norms)
+        self.arrived_norm = math.sqrt(sum(norm * norm for norm in norms.values()))
 
     def add(self, layout: GradientLayout, touched: frozenset[Field], incoming: torch.Tensor) -> None:
         """Another pass has arrived in `incoming` (flat, like the slab): add it in fp32, field by field."""
@@ -117,10 +121,12 @@ class HomeGradients:
             return None
         self._multiply_in()
         self._norms.pop(field, None)
-        view = self._view(field)
-        self._lent = [ref for ref in self._lent if ref() is not None]
-        self._lent.append(weakref.ref(view))
-        return view
+        return self._lending.lend(self._view(field))
+
+    @property
+    def is_lent(self) -> bool:
+        """Somebody still holds what `lend` returned, and may change it at any time."""
+        return self._lending.is_any_out
 
     def norms(self) -> dict[Field, float]:
         """L2 norm of each gradient without `scale`. Taken during the drain, or now where that has changed."""
@@ -133,7 +139,7 @@ class HomeGradients:
             if field not in self._norms:
                 self._norms[field] = float(torch.linalg.vector_norm(self._view(field), dtype=torch.float32))
         norms = {field: self._norms[field] for field in fields}
-        if any(view() is not None for view in self._lent):
+        if self.is_lent:
             # A gradient that somebody holds may change again.
             self._norms.clear()
         return norms
@@ -155,6 +161,9 @@ class HomeGradients:
         self.arrived.wait()
         self.touched = self.touched - {field}
         self._norms.pop(field, None)
+        if not self.touched:
+            # Factor and total belonged to what was here.
+            self.clear()
 
     def set(self, layout: GradientLayout, field: Field, value: torch.Tensor) -> None:
         """`p.grad = value` for one parameter. Raises UserError where gradients are not kept."""

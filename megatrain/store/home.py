@@ -7,14 +7,12 @@ Rule: whoever reads or writes weights waits for `updated` first.
 
 from __future__ import annotations
 
-import weakref
-
-import numpy as np
 import torch
 
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout, view_field, wire_bytes
 from megatrain.store.gradients import HomeGradients
+from megatrain.store.lending import Lending
 from megatrain.store.masters import join, split_
 from megatrain.store.memory import DeviceMemory, HostMemory
 
@@ -54,7 +52,7 @@ class Home:
         self.grads = HomeGradients(memory, grad_dtype, is_kept=keeps_gradients)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
-        self._lent: list[weakref.ref[np.ndarray]] = []
+        self._lending = Lending()
 
     @property
     def num_parameters(self) -> int:
@@ -92,17 +90,14 @@ class Home:
         nothing has to be converted."""
         self.updated.wait()
         if field.dtype == field.saved_dtype and self.wire.device.type == "cpu":
-            # A storage of its own: what writes files takes views of one storage for one tensor.
-            array = self.weights(field).view(-1).view(torch.uint8).numpy()
-            self._lent = [*(lent for lent in self._lent if lent() is not None), weakref.ref(array)]
-            return torch.from_numpy(array).view(field.dtype).view(field.shape)
+            return self._lending.lend(self.weights(field))
         return self.read(field).to(field.saved_dtype)
 
     @property
     def is_lent(self) -> bool:
         """Somebody still holds what `saved` returned, and reads it without waiting: an update must be done before its
         step returns, as in plain PyTorch, where such tensors change with the step and not after it."""
-        return any(lent() is not None for lent in self._lent)
+        return self._lending.is_any_out
 
     def write(self, field: Field, value: torch.Tensor) -> None:
         """Overwrite the master with `value` (any float dtype, same shape, on any device).
