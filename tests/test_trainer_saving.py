@@ -145,6 +145,32 @@ def test_a_resumed_run_ends_bit_equal(tmp_path: Path, at_step: int, dtype: torch
     ]
 
 
+@pytest.mark.parametrize("clip", ["global", "layer"])
+@pytest.mark.parametrize(
+    ("compression", "master", "optimizer_class"),
+    [
+        ("bf16", "split", mt.optim.AdamW),
+        ("8bit", "split", mt.optim.Lion),
+        ("4bit", "bf16", mt.optim.AdamW),
+        ("4bit", "split", mt.optim.Muon),
+        ("lossless", "split", mt.optim.AdamW),
+    ],
+)
+def test_a_resumed_run_ends_bit_equal_in_every_format(
+    tmp_path: Path, compression: str, master: str, optimizer_class: type, clip: str
+) -> None:
+    mt.init(device="cpu", precision="bf16", master=master, optimizer_compression=compression, clip=clip)
+    given = {"optimizer_cls_and_kwargs": (optimizer_class, {"lr": 1e-2, "ema_decay": 0.9})}
+    whole, _ = train(mt.Trainer, tmp_path / "whole", llama().bfloat16(), given)
+    train(mt.Trainer, tmp_path / "part", llama().bfloat16(), given, save_strategy="steps", save_steps=2)
+    resumed = mt.Trainer(model=llama().bfloat16(), args=arguments(tmp_path / "part"), train_dataset=rows(), **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-2"))
+    assert_equal_weights(mt.full_state_dict(resumed.model), mt.full_state_dict(whole.model))
+    states = [trainer.optimizer.state_dict()["state"] for trainer in (whole, resumed)]
+    assert all(torch.equal(states[0][i][key], states[1][i][key]) for i in states[0] for key in states[0][i])
+    mt.init()
+
+
 def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
     train(mt.Trainer, tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
     trainer = mt.Trainer(model=llama(), args=arguments(tmp_path), train_dataset=rows())
