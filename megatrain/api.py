@@ -26,7 +26,14 @@ from megatrain.execute.model import (
 from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
 from megatrain.plan.placement import HBM
-from megatrain.plan.rows import Placement, activation_bytes, check_device_memory, host_bytes, plan_placement
+from megatrain.plan.rows import (
+    Placement,
+    activation_bytes,
+    check_device_memory,
+    host_bytes,
+    lossless_bytes,
+    plan_placement,
+)
 from megatrain.spec.discover import FoundLayer, check_weights, find_layers
 from megatrain.spec.homes import Formats, HomePlan, plan_homes
 from megatrain.store.home import Home
@@ -289,6 +296,7 @@ def _outline(
     device_bytes = _device_bytes(device, config)
     placement = plan_placement(plans, trainable, config, options, device_bytes)
     memory.require(host_bytes(placement), f"training {type(model).__name__}")
+    memory.reserve(lossless_bytes(placement), "lossless moments")
     return _Outline(
         layers=layers,
         device=device,

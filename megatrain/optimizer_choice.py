@@ -88,8 +88,6 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.name is not None and self.name not in NUMBERS:
             raise UserError(f"optimizer.name is {self.name!r}; use one of {', '.join(NUMBERS)}")
-        if self.name is None and self.max_skipped_steps != 10:
-            raise UserError("optimizer.max_skipped_steps needs optimizer.name: adamw is what a run gets without it")
         for number in self._given():
             if self.name is None:
                 raise UserError(f"optimizer.{number} needs optimizer.name, which says whose number it is")
@@ -151,6 +149,8 @@ class OptimizerConfig:
             raise UserError(f"optimizer.ns_steps is {self.ns_steps}; use 0 to 99")
         if self.max_skipped_steps < 0:
             raise UserError(f"optimizer.max_skipped_steps is {self.max_skipped_steps}; use 0 or more")
+        if self.name is None and self.max_skipped_steps != 10:
+            raise UserError("optimizer.max_skipped_steps needs optimizer.name: adamw is what a run gets without it")
 
 
 def choice_of(args: TrainingArguments) -> Choice:

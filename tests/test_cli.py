@@ -342,7 +342,8 @@ def test_a_dry_run_tries_every_path_and_leaves_nothing(
     before = files_below(tmp_path)
     code, out, _ = command(capsys, "train", recipe, "--dry-run")
     assert code == 0
-    assert called == ["train", "evaluate", "sample", "save_model"]
+    # Of the model, and in the checkpoint.
+    assert called == ["train", "evaluate", "sample", "save_model", "save_model"]
     assert files_below(tmp_path) == before
     assert "time, estimated" in out
     for row in ("moments, fp32", "slots", "trained model", "checkpoint", "tokens a step", "evaluation", "total"):

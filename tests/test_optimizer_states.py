@@ -171,3 +171,20 @@ def test_an_interrupted_backward_of_layer_clipping_can_be_started_again() -> Non
     optimizer.zero_grad()
     mt.accumulate(model, second)
     optimizer.step()
+
+
+def test_a_state_of_another_rule_is_refused() -> None:
+    model, optimizer = start()
+    train(model, optimizer, batches(1))
+    _, lion = start(optimizer=mt.optim.Lion)
+    with pytest.raises(UserError, match="of another rule than lion: it has 'exp_avg_sq'"):
+        lion.load_state_dict(optimizer.state_dict())
+
+
+def test_lossless_moments_keep_room_in_memory_that_homes_do_not_take(tmp_path: Path) -> None:
+    num_parameters = sum(parameter.numel() for parameter in tiny_llama().parameters())
+    limit = 10 * num_parameters
+    model, optimizer = start(optimizer_compression="lossless", max_ram_gb=limit / 1e9, offload_dir=tmp_path)
+    assert engine_of(model).memory.ram_bytes <= limit - 8 * num_parameters
+    with pytest.raises(UserError, match="lossless moments need .* offload_dir cannot take them"):
+        start(optimizer_compression="lossless", max_ram_gb=4 * num_parameters / 1e9, offload_dir=tmp_path)

@@ -13,7 +13,10 @@ from megatrain.base.units import GB
 PRECISIONS = ("fp32", "bf16")
 MASTERS = {"fp32": ("fp32",), "bf16": ("split", "bf16")}
 """By precision; the first is the default."""
-COMPRESSIONS = {False: "fp32", True: "4bit", "bf16": "bf16", "8bit": "8bit", "4bit": "4bit", "lossless": "lossless"}
+COMPRESSIONS = {
+    **{False: "fp32", None: "fp32", "fp32": "fp32", "lossless": "lossless"},
+    **{True: "4bit", "4bit": "4bit", "8bit": "8bit", "bf16": "bf16"},
+}
 """optimizer_compression -> format of the moments (`store/codecs.py`, `store/lossless.py`)."""
 CLIPS = ("global", "layer")
 MOST_GB = 10**9
@@ -40,7 +43,7 @@ class Config:
     max_ram_gb: float | None = None
     """Host memory for homes, in GB (1e9 bytes). Left out: what is free."""
 
-    optimizer_compression: bool | str = False
+    optimizer_compression: bool | str | None = False
     """Format of the moments. Left out: exact fp32. "lossless": exact, entropy-coded. Lossy: true or "4bit", "8bit",
     "bf16"."""
 
@@ -92,7 +95,8 @@ class Config:
     def _check_formats(self) -> None:
         if self.optimizer_compression == "2bit":
             raise UserError(f'optimizer_compression="2bit" is refused: {TWO_BITS}; use "4bit" or "8bit"')
-        is_known = isinstance(self.optimizer_compression, (bool, str)) and self.optimizer_compression in COMPRESSIONS
+        is_text = self.optimizer_compression is None or isinstance(self.optimizer_compression, (bool, str))
+        is_known = is_text and self.optimizer_compression in COMPRESSIONS
         if not is_known:
             known = ", ".join(map(repr, COMPRESSIONS))
             raise UserError(f"optimizer_compression={self.optimizer_compression!r} is not known: use one of {known}")

@@ -23,6 +23,8 @@ MOMENTS = {
 def describe_states(formats: Formats, config: Config) -> str:
     """For the run's first line."""
     parts = [MASTERS[formats.master], MOMENTS[config.moments]]
+    if formats.gradient_dtype_name == "bf16":
+        parts.append('gradients summed in fp32 and sent home in bf16 (exact: grad_dtype="fp32")')
     if config.clip == "layer":
         parts.append('gradients clipped layer by layer and not kept (exact global norm: clip="global")')
     return ", ".join(parts)

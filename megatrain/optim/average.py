@@ -9,18 +9,18 @@ from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.rules import Rule
 from megatrain.optim.states import EMA, State
 from megatrain.plan.placement import HBM
-from megatrain.plan.rows import Placement, host_bytes
+from megatrain.plan.rows import Placement, host_bytes, lossless_bytes
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
 
 
 def require(memory: HostMemory, placement: Placement, by_home: Mapping[Home, Mapping[HomeParameter, Rule]]) -> None:
     """Raises UserError when averages do not fit beside all that the plan counted, which averages it did not."""
-    still_planned_bytes = max(0, host_bytes(placement) - memory.ram_bytes - memory.disk_bytes)
+    still_planned_bytes = host_bytes(placement) - lossless_bytes(placement) - memory.ram_bytes - memory.disk_bytes
     average_bytes = 4 * sum(
         parameter.numel() for home, rules in by_home.items() if home.place != HBM for parameter in rules
     )
-    memory.require(still_planned_bytes + average_bytes, "training with an average of the weights (ema_decay)")
+    memory.require(max(0, still_planned_bytes) + average_bytes, "training with an average of the weights (ema_decay)")
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             bad = [home.name for home in engine.consumed if not math.isfinite(home.grads.arrived_norm)]
             self._skips.judge(bad[0] if bad else None, is_whole_step=False)
         else:
-            members = {home: self._members[home] for home in self._homes_in_order(engine)}
+            members = {home: self._members[home] for home in engine.homes if home in self._members}
             self._skips.judge(first_bad_layer(members, engine.homes), is_whole_step=True)
             if not self.step_was_skipped:
                 for home in self._homes_in_order(engine):

@@ -56,9 +56,9 @@ class LosslessSegment:
 
 
 def update_lossless(
-    updater: CpuUpdater, segments: Sequence[Segment | LosslessSegment], measure: bool
+    updater: CpuUpdater, pool: ThreadPoolExecutor, segments: Sequence[Segment | LosslessSegment], measure: bool
 ) -> list[Measure | None]:
-    """One step in place, as `updater.run`; pieces go over as many threads as it has."""
+    """One step in place, as `updater.run`; pieces go over the threads of `pool`."""
     pieces = [
         (index, start, min(start + PIECE, segment.numel))
         for index, segment in enumerate(segments)
@@ -77,8 +77,7 @@ def update_lossless(
                 moment.encode_(start, stored.codes)
             return result
 
-    with ThreadPoolExecutor(updater.num_threads, thread_name_prefix="megatrain-lossless") as pool:
-        results = list(pool.map(update, pieces))
+    results = list(pool.map(update, pieces))
     if not measure:
         return [None] * len(segments)
     sums = [Measure(0.0, 0.0)] * len(segments)

@@ -34,6 +34,8 @@ State = dict[str, Any]
 ALIGN_BYTES = 256
 LOSSLESS = "lossless"
 EMA = "ema"
+PARTS = ("", ".codes", ".scales", f".{LOSSLESS}")
+"""What the names of a moment's tensors end in."""
 
 
 def make_states(
@@ -145,6 +147,12 @@ class Load:
         if rule.states:
             self.saved_moments = self._find_format(name)
             self._check_moments()
+        known = {"step", EMA} | {f"{one.name}{part}" for one in rule.states for part in PARTS}
+        foreign = [key for key, value in saved.items() if key not in known and value is not None]
+        if foreign:
+            raise UserError(
+                f"{field.name}: the saved optimizer is of another rule than {rule.name}: it has {foreign[0]!r}"
+            )
 
     def run(self) -> bool:
         """Overwrite the own state. Returns whether there was a saved one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -23,6 +24,7 @@ class Updaters:
     def __init__(self, device: torch.device, num_threads: int | None, kernel: str) -> None:
         self._cpu = CpuUpdater(num_threads, kernel)
         self._device = DeviceUpdater(device)
+        self._pool: ThreadPoolExecutor | None = None
 
     def run(self, place: str, segments: Sequence[Segment | LosslessSegment], measure: bool) -> Sequence[Measure | None]:
         """Update the segments of a home that lives in `place`. Returns a Measure for each, if asked for."""
@@ -31,8 +33,13 @@ class Updaters:
         if place != CPU:
             return self._device.run_streamed(segments, measure)
         if any(isinstance(segment, LosslessSegment) for segment in segments):
-            return update_lossless(self._cpu, segments, measure)
+            if self._pool is None:
+                # Kept from step to step: its threads hold the scratch memory of the code.
+                self._pool = ThreadPoolExecutor(self._cpu.num_threads, thread_name_prefix="megatrain-lossless")
+            return update_lossless(self._cpu, self._pool, segments, measure)
         return self._cpu.run(segments, measure)
 
     def close(self) -> None:
         self._cpu.close()
+        if self._pool is not None:
+            self._pool.shutdown()

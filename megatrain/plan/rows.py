@@ -107,6 +107,14 @@ def memory_rows(placement: Placement) -> list[Row]:
     return [row for row in rows if row.num_bytes]
 
 
+def lossless_bytes(placement: Placement) -> int:
+    """Moments of varying size, at most. They lie in memory whatever else goes to disk."""
+    if placement.config.moments != "lossless":
+        return 0
+    trained = [f for plan in placement.in_ram for key, f in plan.parameters.items() if key in placement.trainable]
+    return NUM_MOMENTS * sum(most_moment_bytes("lossless", field.numel) for field in trained)
+
+
 def host_bytes(placement: Placement) -> int:
     """Host memory that training needs: weights, moments, gradients."""
     return sum(row.num_bytes for row in memory_rows(placement) if row.tier == "ram")

@@ -20,6 +20,10 @@ class Format:
     """Mantissa bits of a signed block code; its exponent has the rest, less one for the sign."""
     unsigned_mantissa: int = 0
 
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8, 16, 32):
+            raise ValueError(f"format {self.name!r}: {self.bits} bits do not fill a byte evenly; use 2, 4, 8, 16 or 32")
+
     @property
     def is_block(self) -> bool:
         return self.bits < 16

@@ -45,6 +45,11 @@ class Formats:
     grad_dtype: str | None = None
     """"fp32", "bf16", or None: bf16 in homes with bf16 weights, fp32 in homes that are fp32 throughout."""
 
+    @property
+    def gradient_dtype_name(self) -> str:
+        """Of most gradients on the wire: "fp32" or "bf16"."""
+        return self.grad_dtype or self.precision
+
     def gradient(self, fields: list[Field]) -> torch.dtype:
         """Of gradients on the wire of a home with these fields."""
         if self.grad_dtype is not None:

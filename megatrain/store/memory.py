@@ -52,6 +52,7 @@ class HostMemory:
         self.pinned_bytes = 0
         self._pin = pin
         self._process_id = os.getpid()
+        self._reserved_bytes = 0
 
     def check_process(self) -> None:
         """Raise RefusedError in a forked process: what it writes, its parent reads."""
@@ -111,10 +112,22 @@ class HostMemory:
                 "max_ram_gb"
             )
 
+    def reserve(self, num_bytes: int, what: str) -> None:
+        """Keep room in memory for what is not allocated here and cannot go to `offload_dir`.
+
+        Raises UserError when there is not as much.
+        """
+        if num_bytes > self._free_ram_bytes():
+            raise UserError(
+                f"{what} need {format_bytes(num_bytes)} of host memory, and offload_dir cannot take them; "
+                f"{format_bytes(self._free_ram_bytes())} are left: raise max_ram_gb, or choose another format"
+            )
+        self._reserved_bytes += num_bytes
+
     def _free_ram_bytes(self) -> int:
         if self.max_bytes is not None:
-            return max(0, self.max_bytes - self.ram_bytes)
-        return psutil.virtual_memory().available
+            return max(0, self.max_bytes - self.ram_bytes - self._reserved_bytes)
+        return max(0, psutil.virtual_memory().available - self._reserved_bytes)
 
     def _fits_in_ram(self, num_bytes: int) -> bool:
         # Without a folder there is no second choice: what was let through by `require` is taken from memory.
