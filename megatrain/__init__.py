@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "init": "megatrain.api",
     "stream": "megatrain.api",
+    "from_pretrained": "megatrain.loading",
+    "from_config": "megatrain.loading",
     "accumulate": "megatrain.api",
     "clip_grad_norm_": "megatrain.api",
     "named_parameters": "megatrain.api",

@@ -24,6 +24,12 @@ def stream(model: nn.Module, **options: Any) -> tuple[Any, Any]:
     return plain, model
 
 
+def closed_later(model: Any) -> Any:
+    """A streamed model whose lanes end with the test."""
+    _streamed.append(model)
+    return model
+
+
 def close_streamed() -> None:
     """End the lanes of all models of a test."""
     while _streamed:

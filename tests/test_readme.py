@@ -65,7 +65,7 @@ def test_the_snippet_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPat
         exec(blocks("python", GUIDES)[0], names)
     finally:
         mt.init()
-    assert len(names["files"]) > 1
+    assert len(list(Path("large-model").glob("*.safetensors"))) > 1
     state = names["model"].state_dict()
     assert all(torch.equal(state[name], weight) for name, weight in plain.state_dict().items())
     batch = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ from megatrain.commands.progress import Work
 from megatrain.commands.samples import check_samples, encode_prompt
 from megatrain.data.build import Datasets, build_datasets
 from megatrain.data.collate import Batch
+from megatrain.execute.model import Initialize
+from megatrain.loading import open_pretrained
 from megatrain.models import ResolvedModel, resolve_model
 from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
 from megatrain.recipe import Recipe, SampleConfig
+from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -75,7 +78,7 @@ def sample_lengths(batch: Batch) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ingredients:
-    """What a trainer is made of. The model is not streamed yet."""
+    """What a trainer is made of. The model may be streamed already."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
@@ -108,7 +111,8 @@ def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> I
         cache_dir=recipe.model.cache_dir,
         say=lambda line: print_step(console, line),
     )
-    tokenizer, model_config = _load(AutoTokenizer, resolved, "tokenizer"), _load(AutoConfig, resolved, "config")
+    tokenizer = _load(AutoTokenizer.from_pretrained, resolved, "tokenizer")
+    model_config = _load(AutoConfig.from_pretrained, resolved, "config")
     check_samples(recipe.sample, tokenizer, model_config)
     _check_fits(recipe, model_config, arguments)
     print_step(console, "reading the data")
@@ -116,12 +120,14 @@ def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> I
         datasets = build_datasets(recipe.data, tokenizer)
     print_step(console, "loading the weights")
     transformers.utils.logging.disable_progress_bar()
-    model = _load(AutoModelForCausalLM, resolved, "causal language model", dtype=recipe.model.dtype)
+    model, weights = _open_model(resolved, recipe.model.dtype, console)
     work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
     print_fact(console, "model", f"{recipe.model.name}, {format_count(work.num_parameters)} parameters, {dtype}")
     print_fact(console, "", f"from {resolved.origin}")
     print_fact(console, "data", str(datasets.report))
+    if weights is not None:
+        api.stream(model, weights, bf16=arguments.bf16)
     datasets = datasets.fit_to(model)
     return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work, optimizer=recipe.optimizer)
 
@@ -149,10 +155,20 @@ def _check_fits(recipe: Recipe, config: PreTrainedConfig, arguments: TrainingArg
     api.check_fits(model, bf16=arguments.bf16)
 
 
-def _load(loader: Any, resolved: ResolvedModel, what: str, **options: Any) -> Any:
-    """What `loader` (a class of transformers with from_pretrained) makes of the model's folder."""
+def _open_model(resolved: ResolvedModel, dtype: str, console: Console) -> tuple[nn.Module, Initialize | None]:
+    """The model and what makes its weights; None if it has them, because its files cannot be read a layer at a time."""
+    what = "causal language model"
+    if any((resolved.path / name).is_file() for name in WEIGHT_NAMES):
+        opened = _load(open_pretrained, resolved, what, model_class=AutoModelForCausalLM, dtype=dtype)
+        return opened.model, opened.source
+    print_step(console, "no safetensors in that folder: all weights are in memory once before they go home")
+    return _load(AutoModelForCausalLM.from_pretrained, resolved, what, dtype=dtype), None
+
+
+def _load(load: Callable[..., Any], resolved: ResolvedModel, what: str, **options: Any) -> Any:
+    """What `load` (from_pretrained of a class of transformers) makes of the model's folder."""
     try:
-        return loader.from_pretrained(resolved.path, local_files_only=True, **options)
+        return load(resolved.path, local_files_only=True, **options)
     except Exception as error:  # broken files come out as errors of JSON, tokenizers, safetensors, torch
         raise UserError(f"model.name: {resolved.path} cannot be loaded as a {what}: {error}") from error
 

@@ -71,7 +71,6 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
     if checkpoint is not None:
         num_steps_done = step_of(checkpoint)
         print_fact(console, "resume", f"{checkpoint}, step {num_steps_done} of {length.num_steps}")
-    print_step(console, "moving the weights to their homes")
     trainer = ingredients.trainer(arguments)
     meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
     with closing_engine(trainer), ProgressDisplay(console, meter) as display:

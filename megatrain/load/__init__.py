@@ -1,0 +1,1 @@
+"""Where weights come from: shards of a checkpoint, or seeded initialisation, a layer at a time."""

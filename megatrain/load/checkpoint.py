@@ -1,0 +1,216 @@
+"""Shards of safetensors as the values of a model, a streamed layer at a time, by transformers' own key mapping.
+
+transformers' loader (`convert_and_load_state_dict_in_model`) does the work: it renames keys, adds or strips the prefix
+of the base model, fuses and splits experts, casts. Here it runs once a layer with that layer's keys alone: first on the
+meta device, which says what is missing, unexpected or of another shape before a byte of weights is read, and then
+for real when the layer is asked for.
+Rule: a shard is open, and its pages are mapped, only while a layer is made from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.utils import logging
+
+from megatrain.base.errors import UserError
+from megatrain.load.units import RESIDENT, Units, lent_parameters
+
+_BUFFERS = "buffers"
+
+
+class _Outline:
+    """A tensor of a shard as far as its header tells. Reading it gives a tensor on the meta device."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return torch.empty(self.shape, device="meta")
+
+
+class Checkpoint:
+    """What the files hold for `model`. Making one reads headers and persistent buffers.
+
+    Args:
+        model: on the meta device, weights not tied yet. Its parameters get the dtypes they are to be loaded in.
+        files: safetensors files.
+        settings: transformers' LoadStateDictConfig: dtypes, and the conversions of this architecture.
+
+    Raises UserError: a file that is damaged or lacking, another shape, a conversion that fails.
+    """
+
+    def __init__(self, model: PreTrainedModel, files: list[str], settings: Any) -> None:
+        self._model = model
+        self._settings = dataclasses.replace(settings, device_map=None)
+        self._dry_settings = dataclasses.replace(
+            settings, device_map={"": "meta"}, weight_mapping=_anywhere(settings.weight_mapping)
+        )
+        self._expected = set(model.state_dict())
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._units = self._group(_headers(files))
+        self._unit_of: dict[str, str] = {}
+        self._targets: dict[str, list[str]] = {}
+        self.info = self._plan()
+
+    def unit_of(self, name: str) -> str | None:
+        return self._unit_of.get(name)
+
+    def drop(self, name: str) -> None:
+        """Take the parameter from elsewhere: another place has the same values and is tied to it."""
+        del self._unit_of[name]
+
+    def make(self, unit: str) -> dict[str, torch.Tensor]:
+        """Raises UserError when a shard cannot be read."""
+        names = [name for name, its_unit in self._unit_of.items() if its_unit == unit]
+        with lent_parameters(self._model, self._targets[unit]) as places, contextlib.ExitStack() as files:
+            opened: dict[str, Any] = {}
+            tensors = {}
+            for key, (path, _) in self._units[unit].items():
+                if path not in opened:
+                    opened[path] = files.enter_context(_open(path))
+                tensors[key] = opened[path].get_slice(key)
+            with _reading(", ".join(sorted(opened))):
+                info = self._convert(tensors, self._settings)
+            if info.conversion_errors:
+                raise _conversion_error(info)
+            return {name: places[name][name.rpartition(".")[2]].data for name in names}
+
+    def have_equal_values(self, *names: str) -> bool:
+        first, second = (self.make(self._unit_of[name])[name] for name in names)
+        return torch.equal(first, second)
+
+    def _group(self, headers: dict[str, tuple[str, list[int]]]) -> dict[str, dict[str, tuple[str, list[int]]]]:
+        """Keys by the layer of what they become."""
+        mapping = self._settings.weight_mapping or []
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        prefix, state = self._model.base_model_prefix, self._model.state_dict()
+        buffers, units = {name for name, _ in self._model.named_buffers()}, Units(self._model)
+        groups: dict[str, dict[str, tuple[str, list[int]]]] = {}
+        for key, header in headers.items():
+            target, _ = rename_source_key(key, renamings, converters, prefix, state)
+            if target not in state and key in state:
+                target = key
+            unit = _BUFFERS if target in buffers else units.of(target) if target in state else RESIDENT
+            groups.setdefault(unit, {})[key] = header
+        return groups
+
+    def _plan(self) -> Any:
+        """transformers' own report for the whole checkpoint; on the way every loaded name finds its unit."""
+        reports = []
+        for unit, keys in self._units.items():
+            if unit == _BUFFERS:
+                continue
+            info = self._convert({key: _Outline(shape) for key, (_, shape) in keys.items()}, self._dry_settings)
+            wrong = {name for name, *_ in info.mismatched_keys}
+            made = self._expected - info.missing_keys - wrong
+            if others := made - self._parameters:
+                raise UserError(
+                    f"{min(others)} is no parameter, but made by a conversion of the checkpoint: that cannot be done a "
+                    "layer at a time; load the model whole, mt.stream(AutoModelForCausalLM.from_pretrained(...))"
+                )
+            self._targets[unit] = sorted(made)
+            self._unit_of |= dict.fromkeys(self._targets[unit], unit)
+            reports.append(info)
+        if _BUFFERS in self._units:
+            # Small, and not in homes: they are loaded now.
+            with contextlib.ExitStack() as files:
+                keys = self._units[_BUFFERS]
+                opened = {path: files.enter_context(_open(path)) for path, _ in keys.values()}
+                tensors = {key: opened[path].get_tensor(key) for key, (path, _) in keys.items()}
+            reports.append(self._convert(tensors, self._settings))
+        whole = self._convert({}, self._dry_settings)
+        for info in reports:
+            whole.missing_keys &= info.missing_keys
+            whole.unexpected_keys |= info.unexpected_keys
+            whole.mismatched_keys |= info.mismatched_keys
+            whole.conversion_errors |= info.conversion_errors
+        if whole.conversion_errors:
+            raise _conversion_error(whole)
+        return whole
+
+    def _convert(self, tensors: dict[str, Any], settings: Any) -> Any:
+        with _no_bar():
+            info, _ = convert_and_load_state_dict_in_model(self._model, tensors, settings)
+        return info
+
+
+def _headers(files: list[str]) -> dict[str, tuple[str, list[int]]]:
+    """Key -> its file and shape."""
+    headers = {}
+    for path in files:
+        with _open(path) as file, _reading(path):
+            headers |= {key: (path, file.get_slice(key).get_shape()) for key in file.keys()}
+    return headers
+
+
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[Any]:
+    with _reading(path):
+        file = safe_open(path, framework="pt")
+    with file:
+        yield file
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is not there, but the checkpoint's index names it: get the checkpoint anew") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{path} is damaged or was cut short ({error}): get that file anew; nothing was loaded"
+        ) from error
+
+
+def damaged_file(folder: str | os.PathLike[str]) -> UserError | None:
+    """The error for the first safetensors file in `folder` whose header does not fit it."""
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        if not name.endswith(".safetensors"):
+            continue
+        try:
+            with _open(os.path.join(folder, name)):
+                pass
+        except UserError as error:
+            return error
+    return None
+
+
+def _anywhere(mapping: list[Any] | None) -> list[Any] | None:
+    """The conversions, none of which insists on the CPU: a tensor on meta cannot be moved there."""
+    mapping = copy.deepcopy(mapping)
+    for entry in mapping or ():
+        if getattr(entry, "force_cpu", False):
+            entry.force_cpu = False
+    return mapping
+
+
+def _conversion_error(info: Any) -> UserError:
+    name, error = next(iter(info.conversion_errors.items()))
+    return UserError(f"{name} cannot be made from the checkpoint's keys: {error}; its files belong to another model")
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' progress bar, which would be drawn once a layer."""
+    previous = logging.set_tqdm_hook(lambda factory, args, keywords: logging.EmptyTqdm(*args, **keywords))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(previous)
