@@ -14,12 +14,15 @@ import torch
 import transformers
 from comparing import assert_equal, assert_same_step, closed_later
 from model_zoo import ARCHITECTURES, make_batch, make_model
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import megatrain as mt
+from megatrain.commands.run import _open_model
 from megatrain.execute.engine import engine_of
 from megatrain.loading import _Interception
+from megatrain.models import ResolvedModel
 
 BYTES = "20KB"
 
@@ -293,3 +296,18 @@ def test_other_threads_load_as_ever(saved: Callable[..., Path]) -> None:
         models = [closed_later(model) for model in pool.map(mt.from_pretrained, [folder] * 3)]
     for model in models:
         assert_equal(plain.state_dict(), model.state_dict())
+
+
+def test_the_command_reads_safetensors_home_and_other_files_whole(
+    saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, weights = _open_model(ResolvedModel(path=saved(), origin=""), "bfloat16", Console())
+    assert weights is not None and model.device.type == "meta"
+    assert "once before" not in capsys.readouterr().out
+    plain = make_model("llama")
+    plain.config.save_pretrained(tmp_path)
+    torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
+    model, weights = _open_model(ResolvedModel(path=tmp_path, origin=""), "float32", Console(width=200))
+    assert weights is None
+    assert_equal(plain.state_dict(), model.state_dict())
+    assert "all weights are in memory once before they go home" in capsys.readouterr().out
