@@ -188,3 +188,90 @@ def test_lossless_moments_keep_room_in_memory_that_homes_do_not_take(tmp_path: P
     assert engine_of(model).memory.ram_bytes <= limit - 8 * num_parameters
     with pytest.raises(UserError, match="lossless moments need .* offload_dir cannot take them"):
         start(optimizer_compression="lossless", max_ram_gb=4 * num_parameters / 1e9, offload_dir=tmp_path)
+
+
+def test_averages_nest_and_nobody_trains_in_them() -> None:
+    for clip in ("global", "layer"):
+        options = StreamOptions(lane_delay_seconds=0.01)
+        model, optimizer = start(options, numbers={"ema_decay": 0.9}, clip=clip)
+        train(model, optimizer, batches(2), clip)
+        before = result(model, optimizer)
+        before = {name: value.clone() for name, value in before.items()}
+        with optimizer.ema_weights():
+            with optimizer.ema_weights():
+                pass
+            with pytest.raises(RefusedError, match="leave the block first"):
+                train(model, optimizer, batches(1), clip)
+        optimizer.zero_grad()
+        assert_same(result(model, optimizer), before)
+        train(model, optimizer, batches(1), clip)
+
+
+def test_averages_of_several_groups_are_counted_together() -> None:
+    needed = host_bytes(engine_of(start()[0]).placement)
+    num_parameters = sum(parameter.numel() for parameter in tiny_llama().parameters())
+    mt.init(device="cpu", max_ram_gb=(needed + 2.6 * num_parameters) / 1e9)
+    model = mt.stream(tiny_llama())
+    parameters = list(model.parameters())
+    with pytest.raises(UserError, match="an average of the weights"):
+        mt.optim.AdamW([{"params": parameters[:9]}, {"params": parameters[9:]}], ema_decay=0.9)
+
+
+def test_what_somebody_puts_in_place_of_a_gradient_leaves_the_held_one() -> None:
+    model, _ = start()
+    mt.accumulate(model, next(batches(1)))
+    parameter = model.model.layers[0].mlp.up_proj.weight
+    held, others = parameter.grad, model.model.layers[0].mlp.down_proj.weight.grad.clone()
+    kept = held.clone()
+    parameter.grad = torch.zeros(parameter.shape)
+    assert torch.equal(held, kept)
+    assert not parameter.grad.any()
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight.grad, others)
+
+
+def test_parameters_without_elements_and_groups_without_parameters() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.empty = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.zeros(0, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x) + self.empty.sum()
+
+    mt.init(device="cpu")
+    model = mt.stream(torch.nn.Sequential(*(Block() for _ in range(3))))
+    optimizer = mt.optim.AdamW([{"params": list(model.parameters())}, {"params": []}])
+    model(torch.ones(1, 8)).sum().backward()
+    assert next(model.parameters()).grad is not None
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_writes_that_would_vanish_are_refused() -> None:
+    model, optimizer = start()
+    train(model, optimizer, batches(1))
+    parameter = next(model.parameters())
+    with pytest.raises(RefusedError, match="write into the tensor"):
+        optimizer.state[parameter]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(RefusedError, match="cannot be replaced"):
+        optimizer.state = {}
+    assert torch.nn.Parameter(torch.zeros(2)) not in optimizer.state
+    optimizer.state[parameter]["exp_avg"].zero_()
+    assert not optimizer.state[parameter]["exp_avg"].any()
+
+
+def test_momentum_of_torch_is_taken_over_and_hooks_are_called() -> None:
+    plain = tiny_llama()
+    theirs = torch.optim.SGD(plain.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+    plain(**next(batches(1))[0]).loss.backward()
+    theirs.step()
+    model, optimizer = start(optimizer=mt.optim.SGD, numbers={"momentum": 0.9})
+    calls = []
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    optimizer.load_state_dict(theirs.state_dict())
+    assert calls == ["after"]
+    expected = [state["momentum_buffer"] for state in theirs.state.values()]
+    got = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    assert all(map(torch.equal, got, expected))
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert theirs.param_groups[0]["lr"] == pytest.approx(0.1)

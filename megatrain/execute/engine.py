@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.base.errors import RefusedError, UserError
-from megatrain.base.units import format_bytes, format_count
 from megatrain.execute.apart import apart
 from megatrain.execute.attributes import set_attributes, setting_attributes
 from megatrain.execute.call import Arguments, Call, LayerFunction
@@ -31,10 +30,9 @@ from megatrain.execute.fetch import Fetcher
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
 from megatrain.execute.runs import Run, current_run, run_accumulated
-from megatrain.execute.states import describe_states
-from megatrain.execute.templates import compile_templates, group_templates
+from megatrain.execute.states import describe_run
+from megatrain.execute.templates import compile_templates
 from megatrain.execute.transports import make_transport
-from megatrain.plan.placement import HBM
 from megatrain.plan.rows import Placement
 from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
@@ -124,6 +122,8 @@ class Engine:
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
+        self.num_averages = 0
+        """How many `ema_weights` blocks are open: weights are not to be trained then."""
         self.consumer: weakref.WeakMethod[Callable[[Home], None]] | None = None
         """With clip="layer": queues the update of a home whose gradients were just sent home, which uses them up."""
         self.is_last: dict[str, bool] = {}
@@ -245,6 +245,7 @@ class Engine:
         if self.config.clip == "global":
             self.transport.drain(home, packet)
             return
+        self.check_trainable()
         consume = None if self.consumer is None else self.consumer()
         if consume is None:
             raise UserError(
@@ -258,6 +259,11 @@ class Engine:
         self._consumed.add(home)
         self.transport.drain(home, packet)
         consume(home)
+
+    def check_trainable(self) -> None:
+        """Raises RefusedError while the weights are their moving average."""
+        if self.num_averages:
+            raise RefusedError("training inside ema_weights(), where weights are their average: leave the block first")
 
     def end_step(self) -> None:
         """The optimizer has made its step."""
@@ -320,20 +326,7 @@ class Engine:
 
     def summary(self) -> str:
         """The run's first line."""
-        num_parameters = sum(home.num_parameters for home in self.homes)
-        templates = group_templates(self.layers)
-        num_blocks = sum(len(members) for members in templates.values())
-        kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
-        num_on_device = sum(home.place == HBM for home in self.homes)
-        living = f" ({num_on_device} homes live there)" if num_on_device else ""
-        disk_bytes = self.memory.disk_bytes
-        on_disk = f", {format_bytes(disk_bytes)} of homes in files of offload_dir" if disk_bytes else ""
-        compiled = ", blocks compiled at their first call" if self.config.compile else ""
-        return (
-            f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
-            f"{len(self.layers) - num_blocks} other layers streamed through {self.device}{living}; "
-            f"{describe_states(self.formats, self.config)}{on_disk}{compiled}"
-        )
+        return describe_run(self)
 
     def stats(self) -> dict[str, Any]:
         """Counts since the model was streamed: visits a home, transfers, bytes, prediction hits and misses, stalls."""

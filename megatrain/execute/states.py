@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatrain.base.config import Config
+from megatrain.base.units import format_bytes, format_count
+from megatrain.execute.templates import group_templates
+from megatrain.plan.placement import HBM
 from megatrain.spec.homes import Formats
+
+if TYPE_CHECKING:
+    from megatrain.execute.engine import Engine
 
 MASTERS = {
     "fp32": "fp32 throughout (TF32 off)",
@@ -28,3 +36,21 @@ def describe_states(formats: Formats, config: Config) -> str:
     if config.clip == "layer":
         parts.append('gradients clipped layer by layer and not kept (exact global norm: clip="global")')
     return ", ".join(parts)
+
+
+def describe_run(engine: Engine) -> str:
+    """The run's first line."""
+    num_parameters = sum(home.num_parameters for home in engine.homes)
+    templates = group_templates(engine.layers)
+    num_blocks = sum(len(members) for members in templates.values())
+    kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
+    num_on_device = sum(home.place == HBM for home in engine.homes)
+    living = f" ({num_on_device} homes live there)" if num_on_device else ""
+    disk_bytes = engine.memory.disk_bytes
+    on_disk = f", {format_bytes(disk_bytes)} of homes in files of offload_dir" if disk_bytes else ""
+    compiled = ", blocks compiled at their first call" if engine.config.compile else ""
+    return (
+        f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
+        f"{len(engine.layers) - num_blocks} other layers streamed through {engine.device}{living}; "
+        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}"
+    )

@@ -10,6 +10,7 @@ A rule subclasses it and says which rule a group has and with which scalars (`op
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import weakref
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import average, checks, states
@@ -80,7 +81,6 @@ class HomeOptimizer(torch.optim.Optimizer):
         self._skips = SkippedSteps(max_skipped_steps)
         self._engine: Engine | None = None
         self._states: dict[HomeParameter, states.State] = {}
-        self._is_averaged = False
         self._members: dict[Home, list[tuple[HomeParameter, int]]] = {}
         self._rules: dict[HomeParameter, Rule] = {}
         self._numbers: dict[Field, int] = {}
@@ -119,7 +119,8 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, _: Any) -> None:
-        """torch.optim.Optimizer sets an empty one; states are made with their groups."""
+        """torch.optim.Optimizer sets an empty one when it is made; states come with their groups."""
+        states.check_not_replaced(self._states)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -166,10 +167,7 @@ class HomeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engine = self._engine
         assert engine is not None
-        if self._is_averaged:
-            raise RefusedError(
-                "step() inside ema_weights(), where the weights are their average: leave the block first"
-            )
+        engine.check_trainable()
         checks.check_rules(self.param_groups, self.rule, self._rules)
         engine.transport.flush()
         if engine.config.clip == "layer":
@@ -214,13 +212,15 @@ class HomeOptimizer(torch.optim.Optimizer):
         Raises ValueError when groups do not match, UserError when states or numbers do not fit.
         """
         self._wait()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         states.check_sections(state_dict)
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in saved_groups]
         if sizes != saved_sizes:
             raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
-        settings = [{key: value for key, value in saved.items() if key != "params"} for saved in saved_groups]
+        settings = [{k: copy.deepcopy(v) for k, v in saved.items() if k != "params"} for saved in saved_groups]
         loads: list[states.Load] = []
         for group, setting, saved in zip(self.param_groups, settings, saved_groups, strict=True):
             self.check_group({**group, **setting})
@@ -234,6 +234,8 @@ class HomeOptimizer(torch.optim.Optimizer):
         converted = {load.saved_moments for load in loads if load.run()}
         for name in sorted(converted - {self.moments}):
             logger.warning("the saved moments are %s and were converted to %s", name, self.moments)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def close(self) -> None:
         """Wait for the updates and end the worker threads."""
@@ -249,13 +251,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         """
         if self.ema_decay is None:
             raise UserError(f"there is no average of the weights: make {type(self).__name__}(..., ema_decay=0.999)")
-        self._wait()
-        self._is_averaged = True
-        try:
-            with average.in_place_of_weights(self._members, self._states):
-                yield
-        finally:
-            self._is_averaged = False
+        assert self._engine is not None
+        with average.in_place_of_weights(self._engine, self._members, self._states):
+            yield
 
     @property
     def moments(self) -> str:
@@ -386,7 +384,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             self._engine = parameter._engine
             by_home.setdefault(parameter._home, {})[parameter] = self.rule(group)
         if self.ema_decay is not None:
-            average.require(self._engine.memory, self._engine.placement, by_home)
+            average.require(self._engine, [*self._states, *group["params"]])
         for home, rules in by_home.items():
             self._states.update(states.make_states(home, rules, self.moments, has_ema=self.ema_decay is not None))
             self._rules.update(rules)

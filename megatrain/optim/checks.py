@@ -73,6 +73,8 @@ def check_rules(
 ) -> None:
     """A group's numbers must not ask for another rule than its states are made for (SGD's momentum, from or to 0)."""
     for group in groups:
+        if not group["params"]:
+            continue
         rule, made_for = rule_of(group), rules[group["params"][0]]
         if rule is not made_for:
             raise UserError(

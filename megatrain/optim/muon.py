@@ -103,7 +103,7 @@ class Muon(HomeOptimizer):
         try:
             for group in _split(param_group):
                 super().add_param_group(group if group["use_muon"] else {**self._adamw, **group})
-        except UserError:
+        except ValueError:  # UserError among them
             self._forget_groups(num_groups)
             raise
         for group in self.param_groups[num_groups:]:

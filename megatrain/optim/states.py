@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.rules import Rule
 from megatrain.spec.formats import FORMATS
@@ -86,6 +86,22 @@ def num_state_bytes(state: State) -> int:
     )
 
 
+class _LentState(dict[str, Any]):
+    """One parameter's state as others see it. Its tensors may be written, it may not."""
+
+    def __setitem__(self, name: str, value: Any) -> NoReturn:
+        raise RefusedError(
+            f"optimizer.state[p][{name!r}] = ... would not reach the state, which lies beside its home: write into the "
+            "tensor (.copy_, .zero_), or use load_state_dict"
+        )
+
+
+def check_not_replaced(own: dict[HomeParameter, State]) -> None:
+    """Raises RefusedError for an optimizer that has states already."""
+    if own:
+        raise RefusedError("optimizer.state cannot be replaced: write into its tensors, or use load_state_dict")
+
+
 class LentStates(Mapping[HomeParameter, State]):
     """States as others see them: read once their updates are done, and lent."""
 
@@ -93,11 +109,16 @@ class LentStates(Mapping[HomeParameter, State]):
         self._own, self._lending = own, lending
 
     def __getitem__(self, parameter: HomeParameter) -> State:
+        if parameter not in self:
+            raise KeyError(parameter)
         parameter._home.updated.wait()
-        return {
-            name: self._lending.lend(value) if isinstance(value, torch.Tensor) and name != "step" else value
+        return _LentState(
+            (name, self._lending.lend(value) if isinstance(value, torch.Tensor) and name != "step" else value)
             for name, value in self._own[parameter].items()
-        }
+        )
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, HomeParameter) and parameter in self._own
 
     def __iter__(self) -> Iterator[HomeParameter]:
         return iter(self._own)
@@ -134,11 +155,13 @@ class Load:
     def __init__(self, own: State, saved: Any, rule: Rule, moments: str, name: str | None, field: Field) -> None:
         self._own, self._saved, self._rule, self._moments, self._field = own, saved, rule, moments, field
         self.saved_moments = moments
-        self._lossless: dict[str, LosslessMoment] = {}
         if saved is None:
             return
         if not isinstance(saved, Mapping):
             raise UserError(f"{field.name}: the saved optimizer state is a {type(saved).__name__}, not a dict")
+        if rule.reference is None and "step" not in saved:
+            # PyTorch counts no steps for rules without a second moment; there was one.
+            saved = self._saved = {**saved, "step": 1.0}
         step = self._tensor("step")
         if step.numel() != 1 or not (math.isfinite(step.item()) and step.item() >= 0):
             raise UserError(f"{field.name}: the saved step is {step.tolist()}: it must be a number of 0 or more")
@@ -188,7 +211,6 @@ class Load:
                 moment = LosslessMoment.unpack(self._tensor(f"{one.name}.{LOSSLESS}"))
                 if moment.numel != numel:
                     raise UserError(f"{self._field.name}: the saved {one.name} has {moment.numel} numbers, not {numel}")
-                self._lossless[one.name] = moment
                 continue
             format_ = FORMATS[self.saved_moments]
             if format_.is_block:
@@ -234,7 +256,9 @@ class Load:
     def _decoded(self) -> dict[str, torch.Tensor]:
         """The saved moments as flat fp32 tensors."""
         if self.saved_moments == LOSSLESS:
-            return {name: moment.to_tensor() for name, moment in self._lossless.items()}
+            # Unpacked again, one parameter at a time: all of them need not fit beside the own ones.
+            names = {one.name: f"{one.name}.{LOSSLESS}" for one in self._rule.states}
+            return {name: LosslessMoment.unpack(self._saved[key]).to_tensor() for name, key in names.items()}
         on_host = {key: value.cpu() for key, value in self._saved.items() if isinstance(value, torch.Tensor)}
         of_saved = stored(on_host, self._rule, self.saved_moments)
         reference = None if self._rule.reference is None else of_saved[self._rule.reference]

@@ -171,11 +171,15 @@ class HomeGradients:
             raise UserError(f'p.grad = value for {field.name}: with clip="layer" gradients are used up in the backward')
         self.arrived.wait()
         self._multiply_in()
-        if not self.touched or self.layout is not layout:
+        if not self.touched or self.layout is not layout or self.is_lent:
             kept = {other: self._view(other).clone() for other in self.touched}
             frozen = [other for other in kept if other not in layout.offsets]
             self.layout = GradientLayout.of([*layout.offsets, *frozen])
             self._total = None
+            if self.is_lent:
+                # Theirs must not change.
+                self._slab = torch.empty(0, dtype=self.dtype)
+                self._lending.forget()
             self.slab(self.layout)
             for other, grad in kept.items():
                 self._view(other).copy_(grad)

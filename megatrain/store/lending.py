@@ -18,12 +18,15 @@ class Lending:
 
     def __init__(self) -> None:
         self._out: list[weakref.ref[Any]] = []
+        self._prune_at = 64
 
     def lend(self, tensor: Tensor) -> Tensor:
         """`tensor` (contiguous) with a storage of its own over the same memory, which holds that memory.
 
         So writers of files take it for a tensor, and not for a view of a larger one.
         """
+        if tensor.numel() == 0:
+            return torch.empty_like(tensor)
         if tensor.device.type != "cpu":
             lent: Tensor = tensor.view_as(tensor)
             holder: Any = lent
@@ -31,7 +34,10 @@ class Lending:
             # The storage holds the array, and nothing else does.
             holder = tensor.detach().view(-1).view(torch.uint8).numpy()
             lent = torch.from_numpy(holder).view(tensor.dtype).view(tensor.shape)
-        self._out = [*(reference for reference in self._out if reference() is not None), weakref.ref(holder)]
+        self._out.append(weakref.ref(holder))
+        if len(self._out) > self._prune_at:
+            self._out = [reference for reference in self._out if reference() is not None]
+            self._prune_at = 64 + 2 * len(self._out)
         return lent
 
     @property
