@@ -29,7 +29,7 @@ import megatrain as mt
 from megatrain import api
 from megatrain.base.config import Config
 from megatrain.execute.engine import engine_of
-from megatrain.execute.states import MOMENTS
+from megatrain.execute.first_line import MOMENTS
 
 MAX_NORM = 1.0
 LEFT_OUT = {

@@ -27,10 +27,10 @@ from megatrain.execute.attributes import set_attributes, setting_attributes
 from megatrain.execute.call import Arguments, Call, LayerFunction
 from megatrain.execute.capture import recorded_so_far, recording_keys
 from megatrain.execute.fetch import Fetcher
+from megatrain.execute.first_line import describe_run
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
 from megatrain.execute.runs import Run, current_run, run_accumulated
-from megatrain.execute.states import describe_run
 from megatrain.execute.templates import compile_templates
 from megatrain.execute.transports import make_transport
 from megatrain.plan.rows import Placement
