@@ -275,3 +275,12 @@ def test_momentum_of_torch_is_taken_over_and_hooks_are_called() -> None:
     assert all(map(torch.equal, got, expected))
     optimizer.param_groups[0]["lr"].mul_(0.5)
     assert theirs.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_a_first_group_without_parameters_is_taken_as_in_pytorch() -> None:
+    mt.init(device="cpu")
+    model = mt.stream(tiny_llama())
+    optimizer = mt.optim.AdamW([{"params": []}, {"params": list(model.parameters())}], lr=1e-2, ema_decay=0.9)
+    before = mt.full_state_dict(model)
+    train(model, optimizer, batches(1))
+    assert not torch.equal(mt.full_state_dict(model)["lm_head.weight"], before["lm_head.weight"])

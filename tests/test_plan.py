@@ -13,7 +13,7 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import engine_of
 from megatrain.plan.flops import counted_flops, model_work, published_flops
-from megatrain.plan.placement import CPU, HBM, place_homes, state_bytes
+from megatrain.plan.placement import CPU, HBM, STAGING_BYTES, place_homes, state_bytes
 from megatrain.plan.rows import Placement, activation_bytes, check_device_memory, memory_rows, plan_placement
 from megatrain.spec.discover import find_layers
 from megatrain.spec.homes import Formats, HomePlan, plan_homes
@@ -179,3 +179,14 @@ def test_counts_do_not_change_when_the_model_is_streamed() -> None:
 def test_a_module_without_a_config_counts_its_matrices() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8))
     assert model_work(model).matrix_parameters == 32
+
+
+def test_device_memory_of_updates_is_counted() -> None:
+    def rows(config: Config, places: str) -> dict[str, int]:
+        placement = placed(tiny_llama(), config, StreamOptions(places=places), 10**9)
+        return {row.name: row.num_bytes for row in memory_rows(placement) if row.tier == "hbm"}
+
+    largest = max(sum(field.numel for field in plan.fields) for plan in plans_of(tiny_llama()))
+    assert "updates on the device" not in rows(Config(), "hbm")
+    assert rows(Config(clip="layer"), "hbm")["updates on the device"] == 3 * 4 * largest
+    assert rows(Config(), "stream")["updates on the device"] == 2 * STAGING_BYTES

@@ -87,7 +87,8 @@ class HomeOptimizer(torch.optim.Optimizer):
         self._lending = Lending()
         super().__init__(checks.trainable(params), defaults)
         engine = self._engine
-        assert engine is not None
+        if engine is None:
+            raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
         self._updaters = Updaters(engine.device, num_threads, kernel)
         if engine.config.clip == "layer":
             checks.check_single_consumer(engine)
@@ -377,12 +378,15 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def _adopt(self, group: Group) -> None:
         """Allocate the states of a group's parameters, one block a home."""
+        if not group["params"]:
+            return
         by_home: dict[Home, dict[HomeParameter, Rule]] = {}
         for parameter in group["params"]:
             if self._engine not in (None, parameter._engine):
                 raise UserError("one optimizer cannot hold parameters of two streamed models: make one for each")
             self._engine = parameter._engine
             by_home.setdefault(parameter._home, {})[parameter] = self.rule(group)
+        assert self._engine is not None
         if self.ema_decay is not None:
             average.require(self._engine, [*self._states, *group["params"]])
         for home, rules in by_home.items():
@@ -390,8 +394,6 @@ class HomeOptimizer(torch.optim.Optimizer):
             self._rules.update(rules)
             members = self._members.setdefault(home, [])
             members += [(parameter, len(self.param_groups) - 1) for parameter in rules]
-        if self._engine is None:
-            raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
         if not self._numbers:
             # Of the model, so that no grouping changes the random numbers of a parameter.
             fields = (field for home in self._engine.homes for field in home.fields)

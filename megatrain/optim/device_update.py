@@ -28,6 +28,7 @@ from megatrain.optim import definition, rules
 from megatrain.optim.formula import SGDScalars
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import Measure
+from megatrain.plan.placement import STAGING_BYTES
 from megatrain.spec.formats import BLOCK
 from megatrain.store.codecs import Stored
 
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 
 TORCH_PIECE = 1 << 20
 """Parameters that the definition works on at a time, with about 100 bytes of temporaries each."""
-STAGING_BYTES = 128 << 20
-"""Of each of the two staging sets, at most. Then every copy of a piece is long enough for the link's full speed."""
 _ALIGNMENT_BYTES = 256
 
 

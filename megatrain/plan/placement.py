@@ -9,6 +9,8 @@ Rule: no result depends on the place, in fp32 and with split masters bit for bit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB
@@ -21,6 +23,10 @@ PLACES = (CPU, STREAM, HBM)
 
 HBM_SHARE = 0.2
 """Of the device memory beside slots and gradient sums, for homes; the rest is for activations and the layer at work."""
+
+STAGING_BYTES = 128 << 20
+"""Of each of the two sets of device memory through which states stream for their update, at most. Then every copy of a
+piece is long enough for the link's full speed."""
 
 NUM_MOMENTS = 2
 """As AdamW keeps them. Other rules keep fewer, which is not known before there is an optimizer."""
@@ -66,7 +72,7 @@ def place_homes(
     return places
 
 
-def _named_places(plans: list[HomePlan], config: Config, wanted: object) -> dict[HomePlan, str]:
+def _named_places(plans: list[HomePlan], config: Config, wanted: Mapping[str, str] | str) -> dict[HomePlan, str]:
     by_name = {plan.name: wanted for plan in plans if plan.layers} if isinstance(wanted, str) else dict(wanted)
     known = {plan.name for plan in plans}
     for name, place in by_name.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB
-from megatrain.plan.placement import HBM, NUM_MOMENTS, place_homes, state_bytes
+from megatrain.plan.placement import HBM, NUM_MOMENTS, STAGING_BYTES, STREAM, place_homes, state_bytes
 from megatrain.spec.formats import most_moment_bytes
 from megatrain.spec.homes import HomePlan
 from megatrain.spec.layout import wire_bytes
@@ -55,6 +55,18 @@ class Placement:
         moments = self.config.moments
         return sum(state_bytes(p, self.trainable, moments, keeps_gradients=keeps) for p in self.in_hbm)
 
+    @property
+    def moment_bytes(self) -> int:
+        """Moments in host memory, at most."""
+        trained = [field for plan in self.in_ram for key, field in plan.parameters.items() if key in self.trainable]
+        return NUM_MOMENTS * sum(most_moment_bytes(self.config.moments, field.numel) for field in trained)
+
+    @property
+    def update_bytes(self) -> int:
+        """Device memory for updates there: gradients on their way where none is kept, staging of streamed states."""
+        ring_bytes = self.ring_bytes(self.in_hbm) if self.config.clip == "layer" else 0
+        return ring_bytes + (2 * STAGING_BYTES if STREAM in self.places.values() else 0)
+
     def ring_bytes(self, plans: list[HomePlan]) -> int:
         """Gradients that are on their way to their update, where none is kept."""
         most = max((self._gradient_bytes(plan) for plan in plans), default=0)
@@ -82,10 +94,6 @@ def memory_rows(placement: Placement) -> list[Row]:
     """What is allocated before activations."""
     plans, options, config = placement.plans, placement.options, placement.config
     fields = [field for plan in placement.in_ram for field in plan.fields]
-    trained = [
-        field for plan in placement.in_ram for key, field in plan.parameters.items() if key in placement.trainable
-    ]
-    moment_bytes = NUM_MOMENTS * sum(most_moment_bytes(config.moments, field.numel) for field in trained)
     if config.clip == "global":
         gradients = Row(
             tier="ram",
@@ -97,9 +105,10 @@ def memory_rows(placement: Placement) -> list[Row]:
     rows = [
         Row(tier="ram", name="compute weights (cross the link)", num_bytes=sum(field.wire_bytes for field in fields)),
         Row(tier="ram", name="low halves of fp32 masters", num_bytes=sum(2 * f.numel for f in fields if f.is_split)),
-        Row(tier="ram", name=f"moments, {config.moments}", num_bytes=moment_bytes),
+        Row(tier="ram", name=f"moments, {config.moments}", num_bytes=placement.moment_bytes),
         gradients,
         Row(tier="hbm", name="layers that live on the device", num_bytes=placement.hbm_home_bytes),
+        Row(tier="hbm", name="updates on the device", num_bytes=placement.update_bytes),
         Row(tier="hbm", name="slots", num_bytes=_slot_bytes(placement.in_ram, options)),
         Row(tier="hbm", name="gradient sums and drains", num_bytes=_gradient_bytes(plans, options)),
         Row(tier="hbm", name="resident weights", num_bytes=sum(wire_bytes(p.fields) for p in plans if not p.layers)),
@@ -109,10 +118,7 @@ def memory_rows(placement: Placement) -> list[Row]:
 
 def lossless_bytes(placement: Placement) -> int:
     """Moments of varying size, at most. They lie in memory whatever else goes to disk."""
-    if placement.config.moments != "lossless":
-        return 0
-    trained = [f for plan in placement.in_ram for key, f in plan.parameters.items() if key in placement.trainable]
-    return NUM_MOMENTS * sum(most_moment_bytes("lossless", field.numel) for field in trained)
+    return placement.moment_bytes if placement.config.moments == "lossless" else 0
 
 
 def host_bytes(placement: Placement) -> int:
@@ -152,7 +158,8 @@ def activation_bytes(placement: Placement, device_bytes: int | None) -> int:
     if device_bytes is None:
         return UNBOUNDED
     slot_bytes = _slot_bytes(placement.in_ram, options)
-    fixed_bytes = slot_bytes + _gradient_bytes(placement.plans, options) + placement.hbm_home_bytes
+    home_bytes = placement.hbm_home_bytes + placement.update_bytes
+    fixed_bytes = slot_bytes + _gradient_bytes(placement.plans, options) + home_bytes
     return max(0, int(BOUNDARY_SHARE * (device_bytes - fixed_bytes)))
 
 

@@ -67,7 +67,7 @@ class HomeGradients:
         return self._memory.device
 
     def borrow(self, slab: torch.Tensor, layout: GradientLayout) -> None:
-        """Take `slab` (flat uint8, large enough) for the next pass, until `clear`."""
+        """Take `slab` (flat uint8, large enough) for the next pass, until `give_back`."""
         self._slab = slab[: layout.numel * self.dtype.itemsize].view(self.dtype)
 
     def give_back(self) -> None:
