@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.errors import DiskError, RefusedError, UserError
 from megatrain.base.fence import Fence
 from megatrain.base.paths import user_path
 from megatrain.base.units import MIB
@@ -52,20 +53,7 @@ class Disk:
 
     def __init__(self, file: DiskFile, num_threads: int, meters: Meters) -> None:
         self.file = file
-        self._meters = meters
-        self.threads = IoThreads(file.folder.name, num_threads, self._run)
-
-    def _run(self, block: Block) -> None:
-        meters = (self._meters.both, self._meters.write if block.is_write else self._meters.read)
-        for meter in meters:
-            meter.begin()
-        num_bytes = 0
-        try:
-            self.file.transfer(block.view, block.offset, is_write=block.is_write)
-            num_bytes = len(block.view)
-        finally:
-            for meter in meters:
-                meter.end(num_bytes)
+        self.threads = IoThreads(file.folder.name, num_threads, functools.partial(_move, file, meters))
 
 
 class Meters:
@@ -165,17 +153,16 @@ class DiskStore:
     def _reserve(self, num_bytes: int) -> list[Part]:
         parts: list[Part] = []
         start = 0
+        file_ends = [disk.file.end for disk in self._disks]
         try:
             for number, disk in enumerate(self._disks, start=1):
                 end = num_bytes * number // len(self._disks) // PAGE_BYTES * PAGE_BYTES
                 if end > start:
-                    parts.append(Part(disk, start, disk.file.reserve(end - start), end - start))
+                    parts.append(Part(disk, start, disk.file.extend(end - start), end - start))
                 start = end
-            for part in parts:
-                part.disk.file.take(part.num_bytes)
         except BaseException:
-            for disk in self._disks:
-                disk.file.cut()
+            for disk, file_end in zip(self._disks, file_ends, strict=True):
+                disk.file.shrink(file_end)
             raise
         return parts
 
@@ -229,20 +216,28 @@ class Extent:
         """Put the bytes of `tensor` at `offset`; returns at once. Arguments and errors as for `read`."""
         return self._transfer(offset, tensor, is_write=True)
 
-    def mapped(self) -> torch.Tensor:
+    def mapped(self, on_unmap: Callable[[], None] | None = None) -> torch.Tensor:
         """The bytes as one flat uint8 tensor, shared with the files, which lives as long as it is held.
 
         Linux keeps mappings and direct I/O of local file systems coherent: what is written here is read by `read`, and
-        the other way round once the fence of `write` is passed.
+        the other way round once the fence of `write` is passed. on_unmap: called when nobody holds it any more.
+        Raises DiskError where files cannot be mapped.
         """
         if self.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         calls = self._store._calls
         ranges = [(part.disk.file.fd, part.offset, part.num_bytes) for part in self._space.parts]
-        address = calls.map(ranges)
+        try:
+            address = calls.map(ranges)
+        except OSError as error:
+            folders = ", ".join(str(part.disk.file.folder) for part in self._space.parts)
+            raise DiskError(
+                f"{folders}: cannot map files ({error.strerror}): use another file system, or where the memory for it is "
+                "said to lack, raise vm.max_map_count (sysctl)"
+            ) from error
         mapped_bytes = sum(part.num_bytes for part in self._space.parts)
         mapping = (ctypes.c_uint8 * mapped_bytes).from_address(address)
-        weakref.finalize(mapping, _unmap, calls, address, mapped_bytes, self._space).atexit = False
+        weakref.finalize(mapping, _unmap, calls, address, mapped_bytes, self._space, on_unmap).atexit = False
         return torch.frombuffer(mapping, dtype=torch.uint8)[: self.num_bytes]
 
     def _transfer(self, offset: int, tensor: torch.Tensor, *, is_write: bool) -> Fence:
@@ -296,6 +291,19 @@ def _open_files(folders: Sequence[Path], calls: DiskCalls) -> list[DiskFile]:
     return files
 
 
+def _move(file: DiskFile, meters: Meters, block: Block) -> None:
+    running = (meters.both, meters.write if block.is_write else meters.read)
+    for meter in running:
+        meter.begin()
+    num_bytes = 0
+    try:
+        file.transfer(block.view, block.offset, is_write=block.is_write)
+        num_bytes = len(block.view)
+    finally:
+        for meter in running:
+            meter.end(num_bytes)
+
+
 def _end(disks: Sequence[Disk], process_id: int) -> None:
     if os.getpid() == process_id:
         for disk in disks:
@@ -309,7 +317,10 @@ def _release(parts: Sequence[Part], process_id: int) -> None:
             part.disk.file.release(part.offset, part.num_bytes)
 
 
-def _unmap(calls: DiskCalls, address: int, num_bytes: int, space: Space) -> None:
+def _unmap(calls: DiskCalls, address: int, num_bytes: int, space: Space, on_unmap: Callable[[], None] | None) -> None:
     """`space` is held until here."""
     del space
+    # First: from `unmap` on, another mapping may have the address.
+    if on_unmap is not None:
+        on_unmap()
     calls.unmap(address, num_bytes)

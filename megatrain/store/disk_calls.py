@@ -6,6 +6,7 @@ Linux only: O_DIRECT, O_TMPFILE, fallocate. All calls release the interpreter lo
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -60,11 +61,18 @@ class DiskCalls:
         """Give the blocks of this range back."""
         _checked(_libc().fallocate(fd, _PUNCH_HOLE, offset, num_bytes))
 
-    def drop_cache(self, fd: int, offset: int, num_bytes: int, *, is_dirty: bool) -> None:
-        """Take this range out of the page cache; only pages that are on the disk can go."""
-        if is_dirty:
-            # Not fdatasync: that waits for what other threads write too, and for the journal.
+    def sync(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Return when this range has gone from the page cache to the disk; raise what the disk said."""
+        try:
+            # Not fdatasync at once: that waits for what other threads write too, and for the journal.
             _checked(_libc().sync_file_range(fd, offset, num_bytes, _SYNC_RANGE))
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            os.fdatasync(fd)
+
+    def drop_cache(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Take this range out of the page cache; only pages that are on the disk go."""
         os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def map(self, ranges: Sequence[tuple[int, int, int]]) -> int:

@@ -21,7 +21,7 @@ import psutil
 from megatrain.base.errors import DiskError, UserError
 from megatrain.base.units import format_bytes
 from megatrain.store.disk_calls import DiskCalls
-from megatrain.store.disk_lock import LOCK_NAME, hold_folder
+from megatrain.store.disk_lock import hold_folder
 from megatrain.store.tier import PAGE_BYTES
 
 logger = logging.getLogger("megatrain")
@@ -46,8 +46,10 @@ class DiskFile:
     def __init__(self, folder: Path, calls: DiskCalls) -> None:
         self.folder = folder
         self.num_retries = 0
+        self.end = 0
+        """Bytes of the file so far."""
         self._calls = calls
-        self._end = 0
+        self._process_id = os.getpid()
         # Re-entrant: the garbage collector may call `release` at any place of the thread that holds it.
         self._lock = threading.RLock()
         self._fd = -1
@@ -56,6 +58,7 @@ class DiskFile:
             hold_folder(folder)
             self._name_leftovers()
             self._fd, self.is_direct = self._open()
+            self._name_memory()
         except OSError as error:
             raise UserError(
                 f"{folder} cannot be used for files of homes ({error.strerror}): give offload_dir a folder that can be "
@@ -71,6 +74,8 @@ class DiskFile:
 
     def close(self) -> None:
         """The space goes back to the disk once mappings of the file are gone too."""
+        if os.getpid() != self._process_id:
+            return  # forked: a thread that is not here may hold the lock, and the descriptor goes with the process
         with self._lock:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -81,26 +86,26 @@ class DiskFile:
 
     # Space
 
-    def reserve(self, num_bytes: int) -> int:
-        """Offset of `num_bytes` more, which are not taken before `take`. Raises UserError when the disk is full."""
+    def extend(self, num_bytes: int) -> int:
+        """Reserve `num_bytes` more; returns their offset. Raises UserError when the disk is full."""
+        offset = self.end
         try:
-            self._calls.reserve(self.fd, self._end, num_bytes)
+            self._calls.reserve(self.fd, offset, num_bytes)
         except OSError as error:
-            self.cut()
+            self.shrink(offset)  # a full disk has reserved what there was
             free_bytes = psutil.disk_usage(str(self.folder)).free
             raise UserError(
                 f"{self.folder}: cannot reserve {format_bytes(num_bytes)} ({error.strerror}), "
                 f"{format_bytes(free_bytes)} are free: make room there, or give offload_dir a folder on a larger disk"
             ) from error
-        return self._end
+        self.end = offset + num_bytes
+        return offset
 
-    def take(self, num_bytes: int) -> None:
-        self._end += num_bytes
-
-    def cut(self) -> None:
-        """Give back what was reserved and not taken."""
+    def shrink(self, end: int) -> None:
+        """Give back all space from `end` on."""
+        self.end = end
         with contextlib.suppress(OSError):
-            os.ftruncate(self.fd, self._end)
+            os.ftruncate(self.fd, end)
 
     def release(self, offset: int, num_bytes: int) -> None:
         """Give the space of a range back, where the file system can; elsewhere it comes back with `close`."""
@@ -139,15 +144,17 @@ class DiskFile:
                 self.num_retries += 1
                 time.sleep(FIRST_PAUSE_SECONDS * 2 ** (num_failures - 1))
         if not self.is_direct and done:
-            # Host memory is for homes that live there; where the cache cannot be dropped, the kernel will find a way.
+            # Host memory is for homes that live there; a cache that cannot be dropped yields when memory is short.
             with contextlib.suppress(OSError):
-                self._calls.drop_cache(self.fd, offset, done, is_dirty=is_write)
+                self._calls.drop_cache(self.fd, offset, done)
 
     def _call(self, view: memoryview, offset: int, is_write: bool) -> tuple[int, OSError | None]:
         """Bytes from which the next call can go on, and what went wrong."""
         call = self._calls.write if is_write else self._calls.read
         try:
             moved = call(self.fd, view, offset)
+            if is_write and not self.is_direct:
+                self._calls.sync(self.fd, offset, moved)  # else nobody hears that the disk failed
         except OSError as error:
             return 0, error
         return moved - moved % PAGE_BYTES, None
@@ -209,9 +216,18 @@ class DiskFile:
 
     def _name_leftovers(self) -> None:
         """No other process uses the folder: files of that name were left by a run killed in the middle of opening."""
-        names = sorted(name for name in os.listdir(self.folder) if name.startswith(FILE_PREFIX) and name != LOCK_NAME)
+        names = sorted(name for name in os.listdir(self.folder) if name.startswith(FILE_PREFIX))
         if names:
             logger.warning("%s has files that a killed run left, delete them: %s", self.folder, ", ".join(names))
+
+    def _name_memory(self) -> None:
+        kind = file_system(self.folder)
+        if kind in ("tmpfs", "ramfs"):
+            logger.warning(
+                "%s (%s) lies in host memory: homes there save none. Give offload_dir a folder on a disk.",
+                self.folder,
+                kind,
+            )
 
 
 def file_system(folder: Path) -> str:

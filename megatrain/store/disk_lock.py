@@ -22,6 +22,8 @@ import psutil
 from megatrain.base.errors import UserError
 
 LOCK_NAME = ".megatrain.lock"
+CLOCK_SECONDS = 5.0
+"""Two readings of a process's start differ by less."""
 _NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _held: dict[tuple[int, int], tuple[int, Path]] = {}
@@ -49,7 +51,7 @@ def _lock(path: Path) -> int:
             _acquire(fd, path)
             # Its holder may have removed the file between the two calls: then the lock guards nothing.
             if _is_at(fd, path):
-                text = {"pid": os.getpid(), "host": socket.gethostname(), "start_time": _start_time(os.getpid())}
+                text = {"pid": os.getpid(), "host": socket.gethostname(), "start_time": psutil.Process().create_time()}
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps(text).encode(), 0)
                 return fd
@@ -81,7 +83,9 @@ def _read_holder(fd: int) -> dict[str, Any] | None:
         holder = json.loads(os.pread(fd, 4096, 0))
     except ValueError:
         return None
-    return holder if isinstance(holder, dict) and {"pid", "host", "start_time"} <= holder.keys() else None
+    types = {"pid": int, "host": str, "start_time": float}
+    is_whole = isinstance(holder, dict) and all(isinstance(holder.get(name), types[name]) for name in types)
+    return holder if is_whole else None
 
 
 def _may_live(holder: dict[str, Any] | None) -> bool:
@@ -89,15 +93,13 @@ def _may_live(holder: dict[str, Any] | None) -> bool:
         return False
     if holder["host"] != socket.gethostname():
         return True  # there is no telling from here
-    # The kernel gives numbers of dead processes to new ones, which started later.
-    return _start_time(holder["pid"]) == holder["start_time"]
-
-
-def _start_time(pid: int) -> float | None:
     try:
-        return psutil.Process(pid).create_time()
+        start_time = psutil.Process(holder["pid"]).create_time()
     except psutil.Error:
-        return None
+        return False
+    # The kernel gives numbers of dead processes to new ones, which started later. It counts from the time of its boot,
+    # which moves when the clock is set.
+    return abs(start_time - holder["start_time"]) < CLOCK_SECONDS
 
 
 def _is_at(fd: int, path: Path) -> bool:
