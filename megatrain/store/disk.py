@@ -232,7 +232,7 @@ class Extent:
         except OSError as error:
             folders = ", ".join(str(part.disk.file.folder) for part in self._space.parts)
             raise DiskError(
-                f"{folders}: cannot map files ({error.strerror}): use another file system, or where the memory for it is "
+                f"{folders}: cannot map files ({error.strerror}): use another file system, or where memory for it is "
                 "said to lack, raise vm.max_map_count (sysctl)"
             ) from error
         mapped_bytes = sum(part.num_bytes for part in self._space.parts)
