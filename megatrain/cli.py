@@ -38,7 +38,24 @@ def train(
     run(recipe, overrides or [], dry_run=dry_run)
 
 
-VERBS: dict[str, Callable[..., None]] = {"train": train}
+def doctor(
+    offload_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder for offloading whose disk is measured; may be given several times.", metavar="DIR"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds in place of half a minute; rough.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the profile goes, in place of the cache.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Measure this machine, say what slows it down, keep the profile that plans use."""
+    from megatrain.commands.doctor import doctor as run
+
+    run(offload_dir or [], quick=quick, as_json=as_json, output=output)
+
+
+VERBS: dict[str, Callable[..., None]] = {"train": train, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -45,7 +45,8 @@ def test_verbs_and_options_change_only_on_purpose() -> None:
     app = cli._app()
     verbs = {command.name: command.callback for command in app.registered_commands}
     assert {name: list(function.__annotations__) for name, function in verbs.items() if function} == {
-        "train": ["recipe", "overrides", "dry_run", "return"]
+        "train": ["recipe", "overrides", "dry_run", "return"],
+        "doctor": ["offload_dir", "quick", "as_json", "output", "return"],
     }
 
 

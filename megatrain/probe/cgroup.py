@@ -1,7 +1,7 @@
 """Limits of the control groups that the process is in, versions 1 and 2, nested.
 
-Rule: a group's limit holds for all groups inside it, so every folder from the process's own up to the mount is read, and
-the tightest limit counts. Inside a container the upper ones cannot be seen; the container's own can.
+Rule: a group's limit holds for all groups inside it, so every folder from the process's own up to the mount is read,
+and the tightest limit counts. Inside a container the upper ones cannot be seen; the container's own can.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Offload folders: what they lie on, and how fast threads read and write them past the page cache.
 
-Rule: the file has no name from the moment it is open, so nothing is left behind, not even after a kill. It takes at most
-a quarter of what is free.
+Rule: the file has no name from the moment it is open, so nothing is left behind, not even after a kill. It takes at
+most a quarter of what is free.
 
 What it gives up: with a file system that refuses O_DIRECT the page cache is in the figures, and the row says so.
 """

@@ -68,7 +68,7 @@ class HostFacts:
     """The host, as Linux tells it. Elsewhere most of it is unknown: None or empty."""
 
     cpu_name: str
-    cpu_flags: frozenset[str]
+    has_avx2: bool
     kernel_release: str
     num_cores_present: int
     usable_cores: frozenset[int]

@@ -24,7 +24,7 @@ def read_host(root: Path = Path("/")) -> HostFacts:
     load = read_text(root, "proc/loadavg").split()
     return HostFacts(
         cpu_name=_after_colon(info, "model name") or platform.processor() or platform.machine(),
-        cpu_flags=frozenset(_after_colon(info, "flags").split()),
+        has_avx2="avx2" in _after_colon(info, "flags").split(),
         kernel_release=read_text(root, "proc/sys/kernel/osrelease").strip() or platform.release(),
         num_cores_present=num_cores,
         usable_cores=_usable_cores(),

@@ -1,7 +1,7 @@
 """What is slow on a machine, why, and what to do about it. Pure: facts in, findings out.
 
-Rule: a finding says what was seen, why it matters, and a remedy that a user can carry out. A share below which a rate is
-called slow stands with its reason at the head of this file.
+Rule: a finding says what was seen, why it matters, and a remedy that a user can carry out. A share below which a rate
+is called slow stands with its reason at the head of this file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatrain.base.units import GB, format_bytes, format_number
+from megatrain.base.units import GB, format_bytes
 from megatrain.probe.facts import Facts, FolderFacts
 
 LANE_BYTES_PER_SECOND = {1: 0.25 * GB, 2: 0.5 * GB, 3: 0.985 * GB, 4: 1.969 * GB, 5: 3.938 * GB, 6: 7.563 * GB}
@@ -25,7 +25,7 @@ SLOW_DISK_BYTES_PER_SECOND = 1 * GB
 USED_SHARE = 0.1
 """Of the GPU's memory, in use by others (or lost) before this program starts."""
 BUSY_SHARE = 0.25
-"""Of the cores, wanted by others while this program measured."""
+"""Of the cores, wanted by others just before."""
 STATE_BYTES = 12
 """Of one parameter with fp32 moments: what a disk home holds."""
 
@@ -72,18 +72,14 @@ def _page_locking(facts: Facts) -> Iterable[Finding]:
     pageable = facts.rate("pageable_h2d")
     cost = "" if pageable is None else f": they run at {_rate(pageable)}, the speed of pageable memory"
     if facts.host.is_wsl:
-        remedy = (
-            "Under WSL2 only part of Windows' memory can be page-locked: raise memory= in .wslconfig, or use Linux."
-        )
+        remedy = "WSL2 page-locks only part of Windows' memory: raise memory= in .wslconfig, or use Linux."
     elif limit is not None:
         remedy = (
             f"Raise the limit of locked memory, which is {format_bytes(limit)}: `ulimit -l unlimited`, memlock in "
             "limits.conf, or `docker run --ulimit memlock=-1`."
         )
     else:
-        remedy = (
-            "The limit of locked memory is not what stops it: look for a memory limit of the container, and in dmesg."
-        )
+        remedy = "No limit of locked memory stops it: look for a memory limit of the container, and in dmesg."
     text = f"Host memory cannot be page-locked, so transfers to and from the GPU are slow{cost}."
     yield Finding(topic="page-locking", text=text, remedy=remedy)
 
@@ -95,8 +91,9 @@ def _gpu_shared(facts: Facts) -> Iterable[Finding]:
     used_bytes = gpu.total_bytes - gpu.free_bytes
     if not gpu.num_other_processes and used_bytes < USED_SHARE * gpu.total_bytes:
         return
-    who = format_number(gpu.num_other_processes, "other process") if gpu.num_other_processes else "something else"
-    who = who.replace("processs", "processes")
+    who = "something else"
+    if gpu.num_other_processes:
+        who = f"{gpu.num_other_processes} other process{'es' if gpu.num_other_processes > 1 else ''}"
     yield Finding(
         topic="gpu-shared",
         text=f"The GPU is also used by {who}; {format_bytes(used_bytes)} of its {format_bytes(gpu.total_bytes)} are "
@@ -154,8 +151,8 @@ def _memory_limit(facts: Facts) -> Iterable[Finding]:
         yield Finding(
             topic="memory-limit",
             text=f"A control group ({group.group}) allows {format_bytes(group.limit_bytes)} of the machine's "
-            f"{format_bytes(host.ram_bytes)} of memory, {format_bytes(own_bytes)} of it in use. Beyond it the process is "
-            "killed, so plans stay below.",
+            f"{format_bytes(host.ram_bytes)} of memory, {format_bytes(own_bytes)} of it in use. Beyond it the process "
+            "is killed, so plans stay below.",
             remedy="If the rest is yours, raise it: docker run --memory, resources.limits.memory in Kubernetes, "
             "--mem in Slurm, MemoryMax in systemd.",
         )
@@ -164,7 +161,7 @@ def _memory_limit(facts: Facts) -> Iterable[Finding]:
             topic="swap",
             text=f"{format_bytes(host.swap_used_bytes)} are in swap: memory is or was short, and what lies there comes "
             "back at the disk's speed.",
-            remedy="End what needs the memory; give max_ram_gb and offload_dir, which are made for it, in place of swap.",
+            remedy="End what needs the memory; in place of swap give max_ram_gb and offload_dir, made for this.",
         )
 
 
@@ -187,8 +184,8 @@ def _cores(facts: Facts) -> Iterable[Finding]:
     if host.load_average > max(1.0, BUSY_SHARE * host.num_cores_present):
         yield Finding(
             topic="busy",
-            text=f"Other work wanted {host.load_average:.1f} of {host.num_cores_present} cores while this was measured: "
-            "rates of memory, update and disk are what it left.",
+            text=f"Other work wanted {host.load_average:.1f} of {host.num_cores_present} cores in the minute before: "
+            "if it went on, rates of memory, update and disk are what it left.",
             remedy="Measure again when the machine is idle, if training will have it alone.",
         )
 
@@ -204,8 +201,8 @@ def _numa(facts: Facts) -> Iterable[Finding]:
         num_bytes = sum(node.ram_bytes for node in host.numa_nodes if node.number in usable)
         yield Finding(
             topic="numa-memory",
-            text=f"Memory of {len(usable)} of {len(with_memory)} NUMA nodes can be used, {format_bytes(num_bytes)}: room "
-            "and bandwidth of the others are lost.",
+            text=f"Memory of {len(usable)} of {len(with_memory)} NUMA nodes can be used, {format_bytes(num_bytes)}: "
+            "room and bandwidth of the others are lost.",
             remedy="Start without a bound set of memory nodes (cpuset.mems, docker run --cpuset-mems).",
         )
     elif len(with_cores) == 1 and len(with_memory) > 1:
@@ -220,10 +217,10 @@ def _numa(facts: Facts) -> Iterable[Finding]:
         at = f" The GPU hangs on node {gpu.numa_node}." if gpu is not None and gpu.numa_node is not None else ""
         yield Finding(
             topic="numa",
-            text=f"Memory is spread over {len(with_memory)} NUMA nodes; what fills one first is slower for the cores of "
-            f"the others.{at}",
-            remedy="Run `numactl --interleave=all megatrain doctor` and compare host memory and update; train with what "
-            "is faster.",
+            text=f"Memory is spread over {len(with_memory)} NUMA nodes; what fills one first is slower for the cores "
+            f"of the others.{at}",
+            remedy="Run `numactl --interleave=all megatrain doctor` and compare host memory and update; train with "
+            "what is faster.",
             is_note=True,
         )
 
@@ -240,7 +237,7 @@ def _update(facts: Facts) -> Iterable[Finding]:
             if has_compiler
             else "Install gcc or clang (apt-get install gcc).",
         )
-    elif software.update_kernel == "baseline" and host.cpu_flags & {"avx2", "avx512f"}:
+    elif software.update_kernel == "baseline" and host.has_avx2:
         yield Finding(
             topic="update-kernel",
             text=f"The update runs without AVX2, which this processor has: PyTorch says {software.cpu_capability}.",
@@ -252,8 +249,8 @@ def _huge_pages(facts: Facts) -> Iterable[Finding]:
     if facts.host.shared_huge_pages in ("never", "deny"):
         yield Finding(
             topic="huge-pages",
-            text="Homes of weights lie in shared memory, which gets pages of 4 KiB only on this system: touching it for "
-            "the first time and page-locking it take longer.",
+            text="Homes of weights lie in shared memory, which gets pages of 4 KiB only on this system: touching it "
+            "for the first time and page-locking it take longer.",
             remedy="As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
             is_note=True,
         )
@@ -263,9 +260,9 @@ def _wsl(facts: Facts) -> Iterable[Finding]:
     if facts.host.is_wsl:
         yield Finding(
             topic="wsl",
-            text="This is WSL2: it has half of Windows' memory unless told otherwise, page-locks part of that at most, and "
-            "folders of Windows (/mnt/c) are slow.",
-            remedy="Set memory= in .wslconfig; keep offload_dir inside the Linux disk; for large models use Linux itself.",
+            text="This is WSL2: it has half of Windows' memory unless told otherwise, page-locks part of that at most, "
+            "and folders of Windows (/mnt/c) are slow.",
+            remedy="Set memory= in .wslconfig; keep offload_dir inside the Linux disk; use Linux for large models.",
         )
 
 
@@ -291,8 +288,8 @@ def _folders(facts: Facts) -> Iterable[Finding]:
         if folder.is_direct is False and folder.file_system not in ("tmpfs", "ramfs"):
             yield Finding(
                 topic="direct",
-                text=f"{folder.path} ({folder.file_system or 'unknown file system'}) refuses O_DIRECT: what is read and "
-                "written passes through the page cache, takes memory from homes, and the figures contain it.",
+                text=f"{folder.path} ({folder.file_system or 'unknown file system'}) refuses O_DIRECT: what is read "
+                "and written passes through the page cache, takes memory from homes, and the figures contain it.",
                 remedy="Choose a folder on a local disk with ext4 or xfs.",
             )
         read = facts.rate(f"disk_read:{folder.path}")
