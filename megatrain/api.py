@@ -54,8 +54,12 @@ def init(
     grad_dtype: str | None = None,
     clip: str = "global",
     hbm_home_gb: float | None = None,
+    defer_loading: bool = True,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
+
+    From then on transformers' own `from_pretrained` leaves the weights of a large model in their files, until
+    `mt.stream` or `mt.Trainer` takes them straight home, or something else asks for them.
 
     Args:
         offload_dir: folder for homes that do not fit in memory; its files vanish with the process.
@@ -73,6 +77,7 @@ def init(
         clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
             backward; none is kept; `max_norm` goes to the optimizer).
         hbm_home_gb: device memory for layers that live and are updated there; None: a fifth of what is free.
+        defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
 
     Raises UserError for a setting that cannot work.
     """
@@ -89,7 +94,12 @@ def init(
         grad_dtype=grad_dtype,
         clip=clip,
         hbm_home_gb=hbm_home_gb,
+        defer_loading=defer_loading,
     )
+    # Imports transformers, which this module does without.
+    from megatrain.load.deferral import defer_loading as defer
+
+    defer(_config.defer_loading)
 
 
 def stream(

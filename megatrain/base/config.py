@@ -72,6 +72,10 @@ class Config:
     """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
     bits may differ."""
 
+    defer_loading: bool = True
+    """Leave the weights of large models in their files in transformers' own from_pretrained, until `mt.stream` takes
+    them home or somebody asks for them."""
+
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
             raise UserError(
@@ -84,8 +88,9 @@ class Config:
             is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
-        if not isinstance(self.compile, bool):
-            raise UserError(f"compile={self.compile!r} must be True or False")
+        for name in ("compile", "defer_loading"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         # A torch.device is known by its name: this module does without torch.
         is_device = isinstance(self.device, (str, int)) or type(self.device).__module__ == "torch"
         if self.device is not None and (not is_device or isinstance(self.device, bool)):
