@@ -29,7 +29,7 @@ def find_device() -> tuple[torch.device, str]:
 
 def driver_version(root: Path = Path("/")) -> str | None:
     """Of NVIDIA's driver, as the kernel tells it."""
-    found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", read_text(root, "proc/driver/nvidia/version"))
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text(root, "proc/driver/nvidia/version"))
     return found[1] if found else None
 
 

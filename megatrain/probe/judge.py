@@ -261,7 +261,7 @@ def _wsl(facts: Facts) -> Iterable[Finding]:
         yield Finding(
             topic="wsl",
             text="This is WSL2: it has half of Windows' memory unless told otherwise, page-locks part of that at most, "
-            "and folders of Windows (/mnt/c) are slow.",
+            "and Windows' own drives are slow.",
             remedy="Set memory= in .wslconfig; keep offload_dir inside the Linux disk; use Linux for large models.",
         )
 

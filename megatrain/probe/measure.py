@@ -96,7 +96,7 @@ def machine_of(facts: Facts, *, date: str) -> Machine:
         source=f"measured {date}",
         hbm_bytes=facts.gpu.free_bytes if facts.gpu is not None else 0,
         ram_bytes=facts.host.usable_ram_bytes,
-        disk_bytes=sum({folder.disk: folder.free_bytes for folder in facts.folders if not folder.error}.values()),
+        disk_bytes=sum(folder.free_bytes for folder in _one_a_disk(facts.folders)),
         num_cores=facts.host.num_cores,
         matmul_flops_per_second=rate("matmul.bf16"),
         fp32_flops_per_second=rate("matmul.fp32"),
