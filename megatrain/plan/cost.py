@@ -1,10 +1,10 @@
 """Seconds and device bytes of a layer's work. Pure.
 
-A layer's time is a sum: matrix products at the machine's rate, attention at a share of it, numbers that pass through device
-memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a multiple of the activations
-that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024 tokens on an H200 (forward 581,
-forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a token eager, 159 compiled), the
-constant to whole steps of 3B and 7B (docs/performance.md).
+A layer's time is a sum: matrix products at the machine's rate, attention at a share of it, numbers that pass through
+device memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a multiple of the
+activations that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024 tokens on an
+H200 (forward 581, forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a token eager,
+159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md).
 """
 
 from __future__ import annotations

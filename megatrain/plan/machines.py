@@ -1,8 +1,8 @@
 """Machines that one need not own. Pure data.
 
-`h200-128gb` is where the figures of docs/performance.md were measured. All others are estimated: rates of the H200 scaled by
-published figures of each chip, at the share of them that the H200 sustained (matrix products 0.77, memory 0.90, link 0.87),
-update costs by the bandwidth of host memory (and no better than its cores allow).
+`h200-128gb` is where the figures of docs/performance.md were measured. All others are estimated: rates of the H200
+scaled by published figures of each chip, at the share of them that the H200 sustained (matrix products 0.77, memory
+0.90, link 0.87), update costs by the bandwidth of host memory (and no better than its cores allow).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AVX2_UPDATE = {"fp32": 0.214, "bf16": 0.223, "8bit": 0.262, "4bit": 0.275}
 
 H200 = Machine(
     name="h200-128gb",
-    source="measured on one H200 with 16 cores and 128 GiB of memory (docs/performance.md); its disk is estimated",
+    source="measured (docs/performance.md); disk, fp32 products and lossless updates estimated",
     hbm_bytes=139 * GIB,
     ram_bytes=128 * GIB,
     disk_bytes=2000 * GB,
@@ -56,7 +56,7 @@ def _estimated(base: str, **changes: object) -> Machine:
     return dataclasses.replace(machine, source=f"estimated from {base}", update_ns_per_parameter=update)
 
 
-_PCIE4 = {"h2d_bytes_per_second": 25e9, "d2h_bytes_per_second": 25e9, "pageable_h2d_bytes_per_second": 6e9}
+_PCIE4 = {"h2d_bytes_per_second": 27e9, "d2h_bytes_per_second": 27e9, "pageable_h2d_bytes_per_second": 6e9}
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine
@@ -91,35 +91,35 @@ MACHINES: dict[str, Machine] = {
             ram_bytes_per_second=350e9,
         ),
         _estimated(
-            "h200-128gb and the data sheet of the A100 80 GB PCIe 4 (312 TFLOPS, 2.0 TB/s), host with 512 GiB, 32 cores",
+            "h200-128gb and the data sheet of the A100 (80 GB, 312 TFLOPS, 2.0 TB/s, PCIe 4); 512 GiB, 32 cores",
             name="a100",
             has_avx512=False,
             hbm_bytes=79 * GIB,
             ram_bytes=512 * GIB,
             num_cores=32,
-            matmul_flops_per_second=245e12,
-            fp32_flops_per_second=18e12,
+            matmul_flops_per_second=240e12,
+            fp32_flops_per_second=15e12,
             hbm_bytes_per_second=1800e9,
             ram_bytes_per_second=150e9,
             **_PCIE4,
         ),
         _estimated(
-            "h200-128gb and the data sheet of the RTX 4090 (165 TFLOPS, 1.0 TB/s, PCIe 4), host with 128 GiB, 16 cores",
+            "h200-128gb and the data sheet of the RTX 4090 (165 TFLOPS, 1.0 TB/s, PCIe 4); 128 GiB, 16 cores",
             name="rtx4090",
             has_avx512=False,
             hbm_bytes=23 * GIB,
-            matmul_flops_per_second=150e12,
-            fp32_flops_per_second=60e12,
+            matmul_flops_per_second=127e12,
+            fp32_flops_per_second=63e12,
             hbm_bytes_per_second=900e9,
             ram_bytes_per_second=60e9,
             **_PCIE4,
         ),
         _estimated(
-            "h200-128gb and the data sheet of the RTX 3090 (71 TFLOPS, 0.94 TB/s, PCIe 4), host with 128 GiB, 16 cores",
+            "h200-128gb and the data sheet of the RTX 3090 (71 TFLOPS, 0.94 TB/s, PCIe 4); 128 GiB, 16 cores",
             name="rtx3090",
             has_avx512=False,
             hbm_bytes=23 * GIB,
-            matmul_flops_per_second=62e12,
+            matmul_flops_per_second=55e12,
             fp32_flops_per_second=27e12,
             hbm_bytes_per_second=840e9,
             ram_bytes_per_second=45e9,
@@ -128,12 +128,12 @@ MACHINES: dict[str, Machine] = {
             **_PCIE4,
         ),
         _estimated(
-            "h200-128gb and the data sheet of the RTX A6000 (155 TFLOPS, 0.77 TB/s, PCIe 4), host with 256 GiB, 16 cores",
+            "h200-128gb and the data sheet of the RTX A6000 (155 TFLOPS, 0.77 TB/s, PCIe 4); 256 GiB, 16 cores",
             name="a6000",
             has_avx512=False,
             hbm_bytes=47 * GIB,
             ram_bytes=256 * GIB,
-            matmul_flops_per_second=120e12,
+            matmul_flops_per_second=119e12,
             fp32_flops_per_second=30e12,
             hbm_bytes_per_second=690e9,
             ram_bytes_per_second=100e9,

@@ -1,12 +1,12 @@
 """Chooses where everything lives and how rows are split, by simulated time, within what a machine has. Pure.
 
-Tried are: rows of a micro-batch, the number of slots, how many of the first homes live on the device, and whether the others
-are updated by the CPU or stream through the device. From these follow: layer inputs stay on the device as far as there is
-room, and what host memory cannot take goes to disk, if there is one: moments first, then low halves, then weights, then
-gradients, each from the last homes of the forward on. Clipping is never changed.
+Tried are: rows of a micro-batch, the number of slots, how many of the first homes live on the device, and whether the
+others are updated by the CPU or stream through the device. From these follow: layer inputs stay on the device as far
+as there is room, and what host memory cannot take goes to disk, if there is one: moments first, then low halves, then
+weights, then gradients, each from the last homes of the forward on. Clipping is never changed.
 
-A candidate whose busiest lane alone takes longer than the best simulated step is not simulated; the search ends at one that
-is within `CLOSE` of what is possible. So more memory never makes the predicted step longer, up to that.
+A candidate whose busiest lane alone takes longer than the best simulated step is not simulated; the search ends at
+one that is within `CLOSE` of what is possible. So more memory never makes the predicted step longer, up to that.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ CLOSE = 0.002
 """A step this near to the bound is taken at once."""
 DEVICE_MARGIN, HOST_MARGIN = 0.01, 0.03
 """Of the memory, left free where no limit is given."""
-DISK_GAIN = 1.1
+DISK_PRICE = 1.1
 """A step this much longer is taken before one that reads and writes the disk: disks wear."""
+ROOMY, ROOM_PRICE = 0.94, 1.02
+"""A step this much longer is taken if it leaves the rest of the device's memory free: predictions are not exact."""
 SLOTS = (3, 2, 1)
 MAX_HOME_COUNTS = 40
 SPILLED = ("moments", "low", "weights", "gradients")
@@ -121,6 +123,13 @@ def _check_rates(machine: Machine, config: Config) -> None:
         )
 
 
+def _preferred(first: Plan | None, second: Plan | None, price: float) -> Plan | None:
+    """`first`, unless it is longer than `second` by more than the factor `price`."""
+    if first is None or (second is not None and first.step_seconds > price * second.step_seconds):
+        return second
+    return first
+
+
 class Planner:
     """The search for one machine, model, workload and config. `best` gives the plan."""
 
@@ -137,16 +146,20 @@ class Planner:
         self._layered = [index for index, home in enumerate(spec.homes) if home.layers]
 
     def best(self) -> Plan | None:
-        """The fastest candidate that fits, or None. Without the disk where that costs no more than `DISK_GAIN`."""
-        if not self.budgets.disk:
-            return self._search()
-        dry = Planner(
-            self.machine, self.spec, self.workload, self.config, dataclasses.replace(self.budgets, disk=0)
-        )._search()
-        wet = self._search()
-        if dry is not None and (wet is None or dry.step_seconds <= wet.step_seconds * DISK_GAIN):
-            return dry
-        return wet
+        """The fastest candidate that fits, or None. One that leaves room on the device, or the disk alone, is taken
+        where it costs little."""
+        roomy = dataclasses.replace(self.budgets, hbm=int(self.budgets.hbm * ROOMY))
+        best = None
+        for disk in dict.fromkeys((0, self.budgets.disk)):
+            full = self._within(dataclasses.replace(self.budgets, disk=disk))
+            some = self._within(dataclasses.replace(roomy, disk=disk))
+            found = _preferred(some, full, ROOM_PRICE)
+            best = _preferred(best, found, DISK_PRICE)
+        return best
+
+    def _within(self, budgets: Budgets) -> Plan | None:
+        found = Planner(self.machine, self.spec, self.workload, self.config, budgets)._search()
+        return None if found is None else dataclasses.replace(found, budgets=self.budgets)
 
     def _search(self) -> Plan | None:
         best: tuple[float, Choice, Simulation] | None = None

@@ -1,7 +1,8 @@
 """Lanes at work: when each piece of a step starts and ends. Pure.
 
-A lane does one thing at a time, in the order in which its work was handed to it, as the lanes of `transport/` do; a piece
-starts when its lane is free and all that it waits for is over. So less work or fewer waits never make a step longer.
+A lane does one thing at a time, in the order in which its work was handed to it, as the lanes of `transport/` do; a
+piece starts when its lane is free and all that it waits for is over. So less work or fewer waits never make a step
+longer.
 """
 
 from __future__ import annotations

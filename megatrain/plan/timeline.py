@@ -1,8 +1,9 @@
 """Memory of a step over time, tier by tier, from rows that a reader can add up. Pure.
 
-Two things move: inputs of layers pile up over the forward and are used up over the backward; gradients, where they are kept
-for the exact norm, pile up over the backward and are used up by the updates, ahead of the next forward's visits. So neither
-is ever whole beside the other, and the peak of their sum is what counts, not the sum of their peaks.
+Two things move: inputs of layers pile up over the forward and are used up over the backward; gradients, where they
+are kept for the exact norm, pile up over the backward and are used up by the updates, ahead of the next forward's
+visits. So neither is ever whole beside the other, and the peak of their sum is what counts, not the sum of their
+peaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shapes that `megatrain plan` knows by name: the published configs, as far as sizes and work depend on them. Data only."""
+"""Shapes that `megatrain plan` knows by name: published configs, as far as sizes and work depend on them."""
 
 from __future__ import annotations
 
@@ -136,4 +136,4 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _gpt_oss(36, 128),
     "deepseek-v3": {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
 }
-"""Name -> config. What a config leaves out is the default of its architecture in transformers, which is as published."""
+"""Name -> config. What it leaves out is the default of its architecture in transformers, which is as published."""

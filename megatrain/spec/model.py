@@ -1,7 +1,7 @@
 """What planning needs to know of a model: homes, the order of visits, and what a token costs in each. Shapes only.
 
-A model on the meta device is enough; nothing is allocated. Active shares of experts and the kinds of attention come from
-the transformers config, where there is one; everything else from the modules themselves.
+A model on the meta device is enough; nothing is allocated. Active shares of experts and the kinds of attention come
+from the transformers config, where there is one; everything else from the modules themselves.
 """
 
 from __future__ import annotations
