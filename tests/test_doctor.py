@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import importlib.machinery
 import json
 import os
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from command_helpers import command
 
 from megatrain.base.units import MIB
 from megatrain.plan.machine import Machine
-from megatrain.probe import arithmetic, disk, links, measure, timing, update
+from megatrain.probe import arithmetic, disk, gds, links, measure, timing, update
 from megatrain.probe.facts import Rate, attempt
 from megatrain.probe.gpu import read_gpu, try_management
 from megatrain.probe.host import read_host
@@ -241,6 +246,95 @@ def test_an_output_that_cannot_be_is_refused_before_work(
     for output in (tmp_path, tmp_path / "file" / "x.json"):
         code, _, err = command(capsys, "doctor", "--output", output)
         assert code == 2 and "--output" in err
+
+
+# What needs a GPU: first with made-up parts of it
+
+
+class FakeRuntime:
+    """Of CUDA, as far as page-locking asks for it."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
+        return self.code
+
+    def cudaHostUnregister(self, *_: int) -> int:  # noqa: N802
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_links_count_what_crosses_and_say_what_cannot_be_locked(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(code))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(links, "median_seconds", lambda work, seconds: (work(), 2.0)[1])
+    rates, is_locked = links.measure_links(torch.device("cpu"), TINY)
+    one_way = 4 * TINY.link_bytes / 2.0
+    expected = (
+        {"h2d": one_way, "d2h": one_way, "both_ways": 2 * one_way}
+        if code == 0
+        else dict.fromkeys(("h2d", "d2h", "both_ways"))
+    )
+    expected |= {"pageable_h2d": one_way, "pageable_d2h": one_way}
+    assert {rate.key: rate.value for rate in rates} == expected
+    assert is_locked is (code == 0)
+    assert code == 0 or "could not be page-locked" in rates[0].note
+
+
+def test_the_management_library_is_asked_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml: Any = types.ModuleType("pynvml")
+    pynvml.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+    pynvml.NVMLError = type("NVMLError", (Exception,), {})
+
+    def refuse(_: str) -> int:
+        raise pynvml.NVMLError("not supported")
+
+    own, other = types.SimpleNamespace(pid=os.getpid()), types.SimpleNamespace(pid=-5)
+    processes = [own, other]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="1-2"))
+    for name, answer in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByUUID": {"GPU-1-2": "handle"}.__getitem__,
+        "nvmlDeviceGetComputeRunningProcesses": lambda _: processes,
+        "nvmlDeviceGetCurrPcieLinkGeneration": lambda _: 4,
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda _: 8,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+        "nvmlDeviceGetMaxPcieLinkWidth": refuse,
+        "nvmlDeviceGetPciInfo": lambda _: types.SimpleNamespace(busId=b"00000000:FF:00.0"),
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+    }.items():
+        setattr(pynvml, name, answer)
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    known, driver, problem = try_management(torch.device("cuda", 0))
+    assert (driver, problem) == ("580.1", "")
+    assert known == {
+        "num_other_processes": 1,
+        "pcie_generation": 4,
+        "pcie_width": 8,
+        "max_pcie_generation": 5,
+        "numa_node": None,
+    }
+    processes.remove(own)  # in a container: seen under another number
+    assert try_management(torch.device("cuda", 0))[0]["num_other_processes"] == 0
+    pynvml.nvmlInit = lambda: refuse("")
+    assert try_management(torch.device("cuda", 0)) == ({}, None, "NVMLError: not supported")
+
+
+def test_gpudirect_storage_that_does_not_work_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        (Path(command[-1]) / "probe").write_text("left behind")
+        return subprocess.CompletedProcess(command, -11, "", "")
+
+    monkeypatch.setattr(gds.subprocess, "run", crash)
+    rates = gds.measure_gds(tmp_path, "x")
+    assert [(rate.key, rate.value) for rate in rates] == [("gds_read:x", None), ("gds_write:x", None)]
+    assert "exit status -11" in rates[0].note and list(tmp_path.iterdir()) == []
+    done = subprocess.CompletedProcess([], 0, "a library greets\n6e9 4e9\n", "")
+    monkeypatch.setattr(gds.subprocess, "run", lambda *_, **__: done)
+    assert [rate.value for rate in gds.measure_gds(tmp_path, "x")] == [6e9, 4e9]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -143,10 +143,10 @@ def _memory(host: HostFacts) -> str:
 
 def _gpu(gpu: GpuFacts) -> str:
     parts = [f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"]
-    if gpu.pcie_width:
-        parts.append(f"PCIe generation {gpu.pcie_generation} x{gpu.pcie_width}")
-    if gpu.num_other_processes is not None:
-        parts.append(f"used by {gpu.num_other_processes} others")
+    known = f"PCIe generation {gpu.pcie_generation} x{gpu.pcie_width}"
+    parts.append(known if gpu.pcie_width else "PCIe and other users unknown (pip install nvidia-ml-py tells)")
+    if gpu.num_other_processes:
+        parts.append("shared with other processes")
     return ", ".join(parts)
 
 

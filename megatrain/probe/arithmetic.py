@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,20 +15,22 @@ from megatrain.store.memory import HostMemory
 
 NUM_PRODUCTS = 8
 """Of one timed round on a GPU: waiting for its end costs as much as a small product."""
+SMALLEST_PRODUCT = 256
+"""Rows of the first matrices that are tried."""
+LONG_PRODUCT_SECONDS = 0.05
 RAM_SHARE = 8
 """A probe takes at most this part of the memory that is free."""
 
 
 def measure_arithmetic(device: torch.device, effort: Effort) -> list[Rate]:
     """Matrix products in bf16 and in fp32 with TF32 off."""
-    size = effort.matmul_size if device.type == "cuda" else effort.cpu_matmul_size
     threads = f", {format_number(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
-    note = f"{device.type}, {size} x {size}{threads}"
+    note = device.type + threads
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         return [
-            attempt(key, label, FLOPS_PER_SECOND, lambda t=dtype: _matmul_rate(device, t, size, effort.seconds), note)
+            attempt(key, label, FLOPS_PER_SECOND, partial(_matmul_rate, device, dtype, effort), note)
             for key, label, dtype in (
                 ("matmul.bf16", "matrix products, bf16", torch.bfloat16),
                 ("matmul.fp32", "matrix products, fp32 (TF32 off)", torch.float32),
@@ -37,17 +40,26 @@ def measure_arithmetic(device: torch.device, effort: Effort) -> list[Rate]:
         torch.set_float32_matmul_precision(precision)
 
 
-def _matmul_rate(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
+def _matmul_rate(device: torch.device, dtype: torch.dtype, effort: Effort) -> float:
+    largest = effort.matmul_size if device.type == "cuda" else effort.cpu_matmul_size
+    num_products = NUM_PRODUCTS if device.type == "cuda" else 1
+    # Some processors are a thousand times slower than others, and some have no bf16: grow while there is time.
+    size = min(SMALLEST_PRODUCT, largest)
+    while size < largest and _product_seconds(device, dtype, size, 1, 0.0) < LONG_PRODUCT_SECONDS:
+        size *= 2
+    return 2 * size**3 * num_products / _product_seconds(device, dtype, size, num_products, effort.seconds)
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype, size: int, num_products: int, seconds: float) -> float:
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    num_products = NUM_PRODUCTS if device.type == "cuda" else 1
 
     def multiply() -> None:
         for _ in range(num_products):
             torch.mm(left, right, out=out)
         synchronize(device)
 
-    return 2 * size**3 * num_products / median_seconds(multiply, seconds)
+    return median_seconds(multiply, seconds)
 
 
 def measure_device_memory(device: torch.device, effort: Effort) -> list[Rate]:

@@ -250,7 +250,7 @@ def _huge_pages(facts: Facts) -> Iterable[Finding]:
         yield Finding(
             topic="huge-pages",
             text="Homes of weights lie in shared memory, which gets pages of 4 KiB only on this system: touching it "
-            "for the first time and page-locking it take longer.",
+            "for the first time takes longer, and page-locking has more pages to do.",
             remedy="As root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
             is_note=True,
         )

@@ -22,8 +22,9 @@ class Effort:
     ram_bytes: int
     num_parameters: int
     matmul_size: int
-    """Rows of square matrices on a GPU."""
+    """Rows of square matrices on a GPU, at most."""
     cpu_matmul_size: int
+    """On the CPU, at most."""
     disk_seconds: float
     """For all folders together."""
     disk_bytes: int
