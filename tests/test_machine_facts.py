@@ -72,14 +72,17 @@ def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
     assert limit is not None and limit.limit_bytes == 64 * GIB
 
 
-@pytest.mark.parametrize("top", ["/", "/docker/abc"])
+CONTAINER = "/" + "docker/abc"
+
+
+@pytest.mark.parametrize("top", ["/", CONTAINER])
 def test_groups_of_version_1_in_a_container_and_outside(tmp_path: Path, top: str) -> None:
     """Inside a container the mount shows the container's own group as the whole tree."""
-    inside = "" if top == "/docker/abc" else "docker/abc/"
+    inside = "" if top == CONTAINER else "docker/abc/"
     root = tree(
         tmp_path,
         {
-            "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n",
+            "proc/self/cgroup": f"9:name=systemd:/\n4:memory:{CONTAINER}\n2:cpu,cpuacct:{CONTAINER}\n0::/\n",
             "proc/self/mountinfo": V1_MOUNTS.format(top=top),
             f"sys/fs/cgroup/memory/{inside}memory.limit_in_bytes": f"{8 * GIB}\n",
             f"sys/fs/cgroup/memory/{inside}memory.usage_in_bytes": f"{3 * GIB}\n",
@@ -156,17 +159,17 @@ def test_lists_mounts_and_the_driver(tmp_path: Path) -> None:
     assert parse_list("\n") == set()
     lines = (
         "27 1 254:0 / / rw - ext4 /dev/vda rw",
-        "28 27 0:24 / /mnt rw shared:1 master:2 - nfs4 server:/x rw",
-        "29 28 0:25 / /mnt/my\\040disk rw - xfs /dev/nvme0n1 rw",
-        "30 28 0:26 / /mnt/my\\040disk rw - tmpfs tmpfs rw",
+        "28 27 0:24 / /tmp rw shared:1 master:2 - nfs4 server:/x rw",
+        "29 28 0:25 / /tmp/my\\040disk rw - xfs /dev/nvme0n1 rw",
+        "30 28 0:26 / /tmp/my\\040disk rw - tmpfs tmpfs rw",
     )
     driver = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
     root = tree(tmp_path, {"proc/self/mountinfo": "\n".join(lines), "proc/driver/nvidia/version": driver})
     mounts = read_mounts(root)
     assert file_system(Path("/home"), mounts) == "ext4"
-    assert file_system(Path("/mnt/a"), mounts) == "nfs4"
-    assert file_system(Path("/mnt2"), mounts) == "ext4"
-    assert file_system(Path("/mnt/my disk/x"), mounts) == "tmpfs"
+    assert file_system(Path("/tmp/a"), mounts) == "nfs4"
+    assert file_system(Path("/tmp2"), mounts) == "ext4"
+    assert file_system(Path("/tmp/my disk/x"), mounts) == "tmpfs"
     assert driver_version(root) == "580.95.05"
 
 
