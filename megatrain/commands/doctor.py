@@ -56,7 +56,9 @@ def doctor(
     if problem:
         print_warning(console, problem)
     else:
-        print_fact(console, "profile", f"{file}, for `megatrain plan MODEL --machine this`")
+        # Plans for this machine need a GPU; the file may be taken to another all the same.
+        use = ", for `megatrain plan MODEL --machine this`" if machine is not None and machine.hbm_bytes else ""
+        print_fact(console, "profile", f"{file}{use}")
 
 
 def _check_output(file: Path) -> None:
