@@ -8,17 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.states import EMA, State
-from megatrain.plan.placement import HBM
-from megatrain.plan.rows import host_bytes, lossless_bytes
+from megatrain.plan.placement import HBM_TIER
+from megatrain.plan.rows import host_bytes
 from megatrain.store.home import Home
 
 
 def require(engine: Engine, parameters: Iterable[HomeParameter]) -> None:
     """Raises UserError when averages of `parameters` do not fit beside all that the plan counted, averages apart."""
     memory, placement = engine.memory, engine.placement
-    average_bytes = 4 * sum(parameter.numel() for parameter in parameters if parameter._home.place != HBM)
-    planned_bytes = host_bytes(placement) - lossless_bytes(placement)
-    missing_bytes = planned_bytes + average_bytes - memory.ram_bytes - memory.disk_bytes
+    average_bytes = 4 * sum(parameter.numel() for parameter in parameters if parameter._home.place.moments != HBM_TIER)
+    missing_bytes = host_bytes(placement) + average_bytes - memory.ram_bytes
     memory.require(max(0, missing_bytes), "training with an average of the weights (ema_decay)")
 
 

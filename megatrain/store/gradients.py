@@ -17,7 +17,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
 from megatrain.store.lending import Lending
-from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.store.tier import Tier
 
 
 class HomeGradients:
@@ -27,7 +27,7 @@ class HomeGradients:
             there is nothing to drop.
     """
 
-    def __init__(self, memory: HostMemory | DeviceMemory, dtype: torch.dtype, *, is_kept: bool = True) -> None:
+    def __init__(self, memory: Tier, dtype: torch.dtype, *, is_kept: bool = True) -> None:
         self.dtype = dtype
         self.is_kept = is_kept
         self.arrived = Fence.done()
@@ -120,6 +120,7 @@ class HomeGradients:
         if field not in self.touched:
             return None
         self._multiply_in()
+        self._memory.expose()
         self._norms.pop(field, None)
         return self._lending.lend(self._view(field))
 
@@ -170,6 +171,7 @@ class HomeGradients:
         if not self.is_kept:
             raise UserError(f'p.grad = value for {field.name}: with clip="layer" gradients are used up in the backward')
         self.arrived.wait()
+        self._memory.expose()
         self._multiply_in()
         if not self.touched or self.layout is not layout or self.is_lent:
             kept = {other: self._view(other).clone() for other in self.touched}
