@@ -86,7 +86,18 @@ def main() -> None:
     rates = measure(sides, cases, options.rounds, extent_bytes)
     rows = [make_row(case, rates[case.name]) for case in cases]
     print_table(rows)
-    facts = {"folders": num_folders, "threads": options.threads, "block_mib": options.block_mib, "bytes": num_bytes}
+    facts: dict[str, Any] = {
+        "folders": num_folders,
+        "threads": options.threads,
+        "block_mib": options.block_mib,
+        "bytes": num_bytes,
+    }
+    # What the store says of itself, warm-up included: a step's transfers are predicted from it.
+    facts["metered_gb_per_second"] = {
+        "read": store.read_bytes / GB / store.read_seconds,
+        "write": store.written_bytes / GB / store.write_seconds,
+        "both": (store.read_bytes + store.written_bytes) / GB / store.busy_seconds,
+    }
     print(json.dumps({**facts, "is_direct": store.is_direct, "retries": store.num_retries, "rows": rows}))
     store.close()
 

@@ -183,6 +183,31 @@ def test_one_process_a_folder_and_a_killed_one_leaves_nothing(tmp_path) -> None:
     assert f"in use by process {os.getpid()}" in errors, "closing nothing, this process holds it"
 
 
+def test_the_forks_of_a_killed_process_hold_nothing(tmp_path) -> None:
+    fork = "import os, time\nchild = os.fork()\nif child == 0: time.sleep(50)\nprint(child, flush=True)\n"
+    holder = start_python(HOLD.replace("print", fork + "print"), tmp_path)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        holder.kill()
+        holder.wait()
+        DiskStore([tmp_path]).close()
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.communicate()
+
+
+def test_a_folder_that_was_made_again_is_held_again(tmp_path) -> None:
+    store = DiskStore([tmp_path])
+    (tmp_path / LOCK_NAME).unlink()
+    others = [DiskStore([tmp_path]) for _ in range(2)]
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+    assert "in use by process" in start_python(HOLD, tmp_path).communicate(timeout=40)[1]
+    for each in (store, *others):
+        each.close()
+
+
 def test_a_process_that_ends_finishes_its_writes_and_takes_its_lock_along(tmp_path) -> None:
     code = """
 import mmap, sys, torch

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -315,35 +316,42 @@ def test_an_interrupted_call_gives_its_buffer_back(store: DiskStore, calls: Faul
     assert torch.equal(buffer, values), "a block was read into a buffer that was used again"
 
 
-# Python swallows those that come while something is being freed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_interrupts_at_any_moment_leave_the_store_usable(store: DiskStore) -> None:
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGALRM is Ctrl-C."""
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.signal(signal.SIGALRM, previous)
+
+
+# Python swallows those that come while something is being freed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_at_any_moment_leave_the_store_usable(store: DiskStore, interrupts: None) -> None:
+    def is_interrupted(seconds: float) -> bool:
+        extent, values = store.allocate(NUM_BYTES), random_buffer(NUM_BYTES)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            for _ in range(20):
+                extent.write(0, values).wait()
+                read_back(extent)
+                store.allocate(3 * PAGE_BYTES)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return False
+
     num_interrupts = 0
-    extent = store.allocate(NUM_BYTES)
-    try:
-        for number in range(150):
-            values = random_buffer(NUM_BYTES)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + number * 2e-5)
-                for _ in range(20):
-                    extent.write(0, values).wait()
-                    read_back(extent)
-                    store.allocate(3 * PAGE_BYTES)
-            except KeyboardInterrupt:
-                num_interrupts += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            last = random_buffer(NUM_BYTES)
-            # Writes that were interrupted may still be under way: another extent.
-            extent = store.allocate(NUM_BYTES)
-            extent.write(0, last).wait()
-            assert torch.equal(read_back(extent), last)
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    for number in range(150):
+        num_interrupts += is_interrupted(1e-5 + number * 2e-5)
+        # Writes that were interrupted may still be under way: another extent.
+        extent, values = store.allocate(NUM_BYTES), random_buffer(NUM_BYTES)
+        extent.write(0, values).wait()
+        assert torch.equal(read_back(extent), values)
     assert num_interrupts > 10
     gc.collect()
     store.close()

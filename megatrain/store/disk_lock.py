@@ -39,9 +39,14 @@ def hold_folder(folder: Path) -> None:
     with _guard:
         status = os.stat(folder)
         key = (status.st_dev, status.st_ino)
-        if key not in _held:
-            path = folder / LOCK_NAME
-            _held[key] = (_lock(path), path)
+        if key in _held and _is_at(*_held[key]):
+            return
+        # A folder that was deleted and made again may have the old one's inode, but not its lock file.
+        stale = _held.pop(key, None)
+        if stale is not None:
+            os.close(stale[0])
+        path = folder / LOCK_NAME
+        _held[key] = (_lock(path), path)
 
 
 def _lock(path: Path) -> int:
