@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from megatrain.base.cgroup import CgroupMemory, cpu_quota, memory_limit
 from megatrain.base.errors import UserError
+from megatrain.base.mounts import file_system, read_mounts
 from megatrain.base.paths import machine_profile_path
 from megatrain.base.units import GIB
 from megatrain.plan.machine import Machine
 from megatrain.probe import measure
-from megatrain.probe.cgroup import cpu_quota, memory_limit
 from megatrain.probe.facts import (
-    CgroupMemory,
     Facts,
     FolderFacts,
     GpuFacts,
@@ -29,7 +29,6 @@ from megatrain.probe.facts import (
 from megatrain.probe.gpu import driver_version
 from megatrain.probe.host import parse_list, read_host
 from megatrain.probe.judge import Finding, findings
-from megatrain.probe.mounts import file_system, read_mounts
 
 # Reading a made-up /proc and /sys
 
@@ -58,7 +57,7 @@ def test_the_tightest_of_nested_groups_counts(tmp_path: Path) -> None:
             f"{group}/step/cpu.max": "max 100000\n",
             f"{group}/memory.max": f"{128 * GIB}\n",
             f"{group}/memory.current": f"{9 * GIB}\n",
-            f"{group}/memory.stat": f"anon {GIB}\nfile {8 * GIB}\n",
+            f"{group}/memory.stat": f"anon {GIB}\nfile {11 * GIB}\nshmem {3 * GIB}\n",
             f"{group}/cpu.max": "350000 100000\n",
             "sys/fs/cgroup/slurm/memory.max": f"{512 * GIB}\n",
             "sys/fs/cgroup/slurm/cpu.max": "1600000 100000\n",

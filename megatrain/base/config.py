@@ -182,8 +182,8 @@ class StreamOptions:
     """Upper bound of a random pause before each piece of lane work, to provoke races."""
 
     places: Mapping[str, Any] | Any = None
-    """Where homes live and are updated: a `Place`, or "cpu", "stream", "hbm" or "disk" (`plan/placement.py`), by name of
-    the home, or one for all. Homes that are not named are "cpu". None: the plan chooses."""
+    """Where homes live and are updated: a `Place`, or "cpu", "stream", "hbm" or "disk" (`plan/placement.py`), by name
+    of the home, or one for all. Homes that are not named are "cpu". None: the plan chooses."""
 
     def __post_init__(self) -> None:
         for name in ("serial", "poison"):

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import psutil
 
+from megatrain.base.mounts import file_system, read_mounts
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import MIB, format_bytes
 from megatrain.probe.facts import BYTES_PER_SECOND, FolderFacts, Rate
-from megatrain.probe.mounts import file_system, read_mounts
 from megatrain.probe.timing import Effort
 
 FREE_SHARE = 4

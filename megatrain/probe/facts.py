@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatrain.base.cgroup import CgroupMemory
+
 BYTES_PER_SECOND = "bytes/s"
 FLOPS_PER_SECOND = "flop/s"
 NS_PER_PARAMETER = "ns/parameter"
@@ -39,19 +41,6 @@ def first_line(error: BaseException) -> str:
     """What an error says, in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-@dataclass(frozen=True, kw_only=True)
-class CgroupMemory:
-    """The tightest memory limit of the control groups that the process is in."""
-
-    limit_bytes: int
-    used_bytes: int
-    """By all processes of that group, with the page cache that counts as theirs."""
-    cache_bytes: int
-    """Of these, the page cache: it is given back when memory is needed."""
-    group: str
-    """Name of the group that sets the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megatrain.base.mounts import read_text
 from megatrain.probe.facts import GpuFacts, first_line
-from megatrain.probe.mounts import read_text
 
 
 def find_device() -> tuple[torch.device, str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from megatrain.probe.cgroup import cpu_quota, memory_limit
+from megatrain.base.cgroup import cpu_quota, memory_limit
+from megatrain.base.mounts import read_text
 from megatrain.probe.facts import HostFacts, NumaNode
-from megatrain.probe.mounts import read_text
 
 NODES = "sys/devices/system/node"
 

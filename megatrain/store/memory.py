@@ -14,9 +14,9 @@ import logging
 import mmap
 import weakref
 
-import psutil
 import torch
 
+from megatrain.base.cgroup import free_host_bytes
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_bytes
 from megatrain.store.disk_memory import DiskMemory
@@ -66,6 +66,8 @@ class HostMemory:
             self._account("ram_bytes", mapped_bytes, mapping)
             tensor = torch.frombuffer(mapping, dtype=torch.uint8)
             if pinned and self._pin:
+                # Touched by all threads first: page-locking does it with one.
+                tensor[::PAGE_BYTES].zero_()
                 self._page_lock(tensor, mapping)
             return tensor[:num_bytes]
         assert self.disk is not None
@@ -101,7 +103,7 @@ class HostMemory:
         """What may still be taken from memory."""
         if self.max_bytes is not None:
             return max(0, self.max_bytes - self.ram_bytes - self._reserved_bytes)
-        return max(0, psutil.virtual_memory().available - self._reserved_bytes)
+        return max(0, free_host_bytes() - self._reserved_bytes)
 
     def _fits_in_ram(self, num_bytes: int) -> bool:
         return self.disk is None or num_bytes <= self.free_bytes()

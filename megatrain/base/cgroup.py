@@ -7,17 +7,46 @@ and the tightest limit counts. Inside a container the upper ones cannot be seen;
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megatrain.probe.facts import CgroupMemory
-from megatrain.probe.mounts import Mount, read_mounts, read_text
+import psutil
+
+from megatrain.base.mounts import Mount, read_mounts, read_text
 
 NO_LIMIT_BYTES = 1 << 60
 """Version 1 writes "no limit" as a number as large as this or larger."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CgroupMemory:
+    """The tightest memory limit of the control groups that the process is in."""
+
+    limit_bytes: int
+    used_bytes: int
+    """By all processes of that group, with the page cache that counts as theirs."""
+    cache_bytes: int
+    """Of these, page cache of files: it is given back when memory is needed. Shared memory is not."""
+    group: str
+    """Name of the group that sets the limit."""
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be taken."""
+        return max(0, self.limit_bytes - self.used_bytes + self.cache_bytes)
+
+
+def free_host_bytes() -> int:
+    """Host memory that this process can still take: of the machine, and of the control groups that it is in."""
+    return min([psutil.virtual_memory().available, *(group.free_bytes for group in _memory_limits(Path("/")))])
+
+
 def memory_limit(root: Path = Path("/")) -> CgroupMemory | None:
     """The tightest memory limit, or None where there is none."""
+    return min(_memory_limits(root), key=lambda group: group.limit_bytes, default=None)
+
+
+def _memory_limits(root: Path) -> list[CgroupMemory]:
     found: list[CgroupMemory] = []
     for version, folder in _folders(root, "memory"):
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
@@ -25,11 +54,12 @@ def memory_limit(root: Path = Path("/")) -> CgroupMemory | None:
         if not limits or min(limits) >= NO_LIMIT_BYTES:
             continue
         used = _number(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
-        cache = _statistics(folder).get("file" if version == 2 else "total_cache", 0)
+        statistics, prefix = _statistics(folder), "" if version == 2 else "total_"
+        cache = statistics.get("file" if version == 2 else "total_cache", 0) - statistics.get(f"{prefix}shmem", 0)
         found.append(
             CgroupMemory(limit_bytes=min(limits), used_bytes=used or 0, cache_bytes=cache, group=folder.name or "/")
         )
-    return min(found, key=lambda group: group.limit_bytes, default=None)
+    return found
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
