@@ -2,7 +2,7 @@
 
 Two things move: inputs of layers pile up over the forward and are used up over the backward; gradients, where they
 are kept for the exact norm, pile up over the backward and are used up by the updates, ahead of the next forward's
-visits. So neither is ever whole beside the other, and the peak of their sum is what counts, not the sum of their
+visits. So neither need be whole beside the other, and the peak of their sum is what counts, not the sum of their
 peaks.
 """
 
@@ -25,6 +25,10 @@ PROCESS_BYTES = int(1.7 * GB)
 """Host memory of Python, PyTorch and CUDA without a model: measured, 1.6 GiB."""
 CONTEXT_BYTES = GIB // 2
 """Device memory of the CUDA context: measured."""
+
+GRADIENTS_SHARE_ROOM = False
+"""Whether the engine gives the room of gradients that are used up to activations. Today each home keeps its slab from
+step to step, so gradients count whole at every moment."""
 
 ROW_NAMES = ("weights", "low halves", "gradients", "moments", "activations", "buffers")
 _PART_ROWS = {"weights": "weights", "low": "low halves", "moments": "moments"}
@@ -65,6 +69,7 @@ class TimelineMaker:
 
     Args:
         sizes: for each home its bytes by part.
+        share_room: gradients that are used up leave their room to activations.
     """
 
     def __init__(
@@ -75,9 +80,10 @@ class TimelineMaker:
         *,
         keeps_gradients: bool,
         compiled: bool,
+        share_room: bool = GRADIENTS_SHARE_ROOM,
     ) -> None:
         self._spec, self._workload, self._sizes = spec, workload, sizes
-        self._keeps_gradients, self._compiled = keeps_gradients, compiled
+        self._keeps_gradients, self._compiled, self._share_room = keeps_gradients, compiled, share_room
         self._numels = [sum(field.numel for field in home.fields) for home in spec.homes]
         self._packets = [home.grad_dtype.itemsize * n for home, n in zip(spec.homes, self._numels, strict=True)]
         self._blocks = {layer.home for layer in spec.layers if layer.kind == "block"}
@@ -163,8 +169,9 @@ class TimelineMaker:
             if place.gradients != tier:
                 continue
             steps[0] += sizes["gradients"]
-            steps[until] -= sizes["gradients"]
-            steps[since] += sizes["gradients"]
+            if self._share_room:
+                steps[until] -= sizes["gradients"]
+                steps[since] += sizes["gradients"]
         return list(itertools.accumulate(steps))[:num_moments]
 
     def _working_curve(self, rows: int) -> list[int]:
