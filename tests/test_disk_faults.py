@@ -135,6 +135,22 @@ def test_a_disk_that_is_full_when_space_is_reserved(store: DiskStore, calls: Fau
     assert torch.equal(read_back(extent), values) and torch.equal(read_back(kept), values)
 
 
+def test_what_a_full_disk_had_left_is_told(store: DiskStore, calls: Faults, monkeypatch) -> None:
+    if file_system(store._disks[0].file.folder) == "tmpfs":
+        pytest.skip("needs a disk that reserves what there is before it fails")
+    reserve, usage, seen = calls.reserve, disk_file.psutil.disk_usage, []
+
+    def fill(fd: int, offset: int, num_bytes: int) -> None:
+        reserve(fd, offset, num_bytes // 2)
+        raise failure(errno.ENOSPC)
+
+    monkeypatch.setattr(calls, "reserve", fill)
+    monkeypatch.setattr(disk_file.psutil, "disk_usage", lambda path: seen.append(reserved_bytes(store)) or usage(path))
+    with pytest.raises(UserError, match="cannot reserve"):
+        store.allocate(2**24)
+    assert seen == [[0, 0]], "free bytes were read before the half that had been reserved was given back"
+
+
 def test_more_than_the_disk_has_is_refused(tmp_path: Path) -> None:
     store = DiskStore([tmp_path])
     free_bytes = os.statvfs(tmp_path).f_bfree * os.statvfs(tmp_path).f_frsize

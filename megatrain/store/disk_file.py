@@ -89,12 +89,13 @@ class DiskFile:
     def extend(self, num_bytes: int) -> int:
         """Reserve `num_bytes` more; returns their offset.
 
-        Raises UserError when the disk is full; what it had is reserved until `shrink`.
+        Raises UserError when the disk is full.
         """
         offset = self.end
         try:
             self._calls.reserve(self.fd, offset, num_bytes)
         except OSError as error:
+            self.shrink(offset)  # a full disk has reserved what there was, and would report nothing free
             free_bytes = psutil.disk_usage(str(self.folder)).free
             raise UserError(
                 f"{self.folder}: cannot reserve {format_bytes(num_bytes)} ({error.strerror}), "
