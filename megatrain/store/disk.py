@@ -40,7 +40,7 @@ _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Threads that are in the middle of a write when the interpreter goes would leave their buffers' memory last."""
+    """What was asked is done before the interpreter goes, and with it the buffers that threads are at."""
     for store in list(_stores):
         store.close()
 
