@@ -56,7 +56,9 @@ def doctor(
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
+    ],
     machine: Annotated[
         str,
         typer.Option(
