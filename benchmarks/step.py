@@ -28,6 +28,7 @@ from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.optim.base import HomeOptimizer
 from megatrain.plan.flops import counted_flops, model_work, published_flops
+from megatrain.plan.placement import Place
 
 # hidden, intermediate, layers, heads, key-value heads, tied, vocabulary
 SHAPES = {
@@ -37,10 +38,11 @@ SHAPES = {
     "3B": (2048, 11008, 36, 16, 2, True, 151936),
     "7B": (3584, 18944, 28, 28, 4, False, 152064),
     "14B": (5120, 13824, 48, 40, 8, False, 152064),
+    "32B": (5120, 27648, 64, 40, 8, False, 152064),
 }
 
 
-def build(shape: str, seq: int, options: StreamOptions) -> torch.nn.Module:
+def build(shape: str, seq: int, options: StreamOptions, workload: mt.Workload | None) -> torch.nn.Module:
     """A streamed model in bf16 with normal(0, 0.02) matrices; nothing is held twice."""
     hidden, intermediate, layers, heads, kv_heads, tied, vocabulary = SHAPES[shape]
     config = Qwen2Config(
@@ -65,7 +67,7 @@ def build(shape: str, seq: int, options: StreamOptions) -> torch.nn.Module:
             return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
         return torch.ones(shape, dtype=dtype) if "norm" in name else torch.zeros(shape, dtype=dtype)
 
-    return mt.stream(model, initialize=initialize, options=options)
+    return mt.stream(model, initialize=initialize, options=options, workload=workload)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -79,7 +81,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, help="threads of the CPU update")
     parser.add_argument("--hbm-home-gb", type=float, help="device memory for layers that live and are updated there")
-    parser.add_argument("--places", choices=("cpu", "stream", "hbm"), help="where all homes are updated")
+    parser.add_argument("--max-ram-gb", type=float)
+    parser.add_argument("--places", choices=("cpu", "stream", "hbm", "disk"), help="where all homes live")
+    parser.add_argument("--planned", action="store_true", help="homes, slots and inputs on the device by the planner")
+    parser.add_argument("--offload-dir", nargs="*", help="for what does not fit in host memory")
+    parser.add_argument("--moments-on-disk", type=int, default=0, help="of so many blocks, the last ones")
     parser.add_argument("--moments", default="fp32", choices=("fp32", "bf16", "8bit", "4bit", "lossless"))
     parser.add_argument("--master", choices=("split", "bf16"))
     parser.add_argument("--clip", default="global", choices=("global", "layer"))
@@ -91,13 +97,16 @@ def main() -> None:
     started = time.perf_counter()
     mt.init(
         max_vram_gb=args.max_vram_gb,
+        max_ram_gb=args.max_ram_gb,
+        offload_dir=args.offload_dir or None,
         compile=args.compile,
         optimizer_compression=False if args.moments == "fp32" else args.moments,
         master=args.master,
         clip=args.clip,
         hbm_home_gb=args.hbm_home_gb,
     )
-    model = build(args.model, args.seq, StreamOptions(places=args.places))
+    workload = mt.Workload(num_sequences=args.batch, length=args.seq, rows=args.micro_batch)
+    model = build(args.model, args.seq, StreamOptions(places=_places(args)), workload if args.planned else None)
     engine = engine_of(model)
     max_norm = {"max_norm": 1.0} if args.clip == "layer" else {}
     optimizer = mt.optim.AdamW(model, lr=1e-5, weight_decay=0.01, num_threads=args.threads, **max_norm)
@@ -139,10 +148,18 @@ def main() -> None:
         "last_update_seconds": round(last_update, 3),
         "stall_seconds_per_step": stalls,
         "weights_stall_percent": round(share, 2),
-        "homes": dict(Counter(home.place for home in engine.homes)),
+        "homes": dict(Counter(str(home.place) for home in engine.homes)),
         "home_bytes_per_parameter": round(_home_bytes(engine, optimizer), 3),
     }
-    print(json.dumps(figures(args, model, seconds) | waits | {"losses": [round(x, 4) for x in losses]}), flush=True)
+    print(
+        json.dumps(
+            figures(args, model, seconds)
+            | waits
+            | predicted(engine, workload)
+            | {"losses": [round(x, 4) for x in losses]}
+        ),
+        flush=True,
+    )
 
 
 def figures(args: argparse.Namespace, model: torch.nn.Module, seconds: list[float]) -> dict[str, Any]:
@@ -159,6 +176,26 @@ def figures(args: argparse.Namespace, model: torch.nn.Module, seconds: list[floa
         "peak_device_gib": round(_peak_device_bytes() / GIB, 2),
         "host_rss_gib": round(psutil.Process().memory_info().rss / GIB, 1),
     }
+
+
+def predicted(engine: Engine, workload: mt.Workload) -> dict[str, float]:
+    """What the planner says of this placement, in the units of `figures`."""
+    plan = engine.plan or engine.report.predict(workload)
+    if plan is None:
+        return {}
+    peaks = {
+        name: plan.timeline.peak(tier) / GIB for name, tier in (("device", "hbm"), ("host", "ram"), ("disk", "disk"))
+    }
+    seconds = {"predicted_seconds": round(plan.step_seconds, 3)}
+    return seconds | {f"predicted_{name}_gib": round(gib, 1) for name, gib in peaks.items()}
+
+
+def _places(args: argparse.Namespace) -> Any:
+    if not args.moments_on_disk:
+        return args.places
+    num_layers = SHAPES[args.model][2]
+    last = range(num_layers - args.moments_on_disk, num_layers)
+    return {f"model.layers.{number}": Place(moments="disk") for number in last}
 
 
 def _home_bytes(engine: Engine, optimizer: HomeOptimizer) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,20 +25,17 @@ from megatrain.execute.model import (
 )
 from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
+from megatrain.outline import outline_model, prepare_cuda
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.rows import (
     Placement,
     activation_bytes,
-    check_device_memory,
-    disk_bytes,
-    host_bytes,
-    plan_placement,
 )
-from megatrain.spec.discover import FoundLayer, check_weights, find_layers
-from megatrain.spec.homes import Formats, HomePlan, plan_homes
-from megatrain.store.disk_memory import DiskMemory
+from megatrain.plan.workload import Workload
+from megatrain.run_plan import predict_run, spec_of
+from megatrain.spec.homes import HomePlan
 from megatrain.store.home import Home
-from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.store.memory import DeviceMemory
 from megatrain.store.tier import Tier
 
 _config = Config()
@@ -56,6 +53,7 @@ def init(
     grad_dtype: str | None = None,
     clip: str = "global",
     hbm_home_gb: float | None = None,
+    workload: Workload | None = None,
     defer_loading: bool = True,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
@@ -79,7 +77,10 @@ def init(
         grad_dtype: of gradients on their way home, after their sum in fp32: "fp32", "bf16", or None: as the weights.
         clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
             backward; none is kept; `max_norm` goes to the optimizer).
-        hbm_home_gb: device memory for layers that live and are updated there; None: a fifth of what is free.
+        hbm_home_gb: device memory for layers that live and are updated there; None: as the plan for the workload says,
+            or a fifth of what is free.
+        workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
+            for it to the full. `mt.Trainer` knows it by itself.
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
 
     Raises UserError for a setting that cannot work.
@@ -97,6 +98,7 @@ def init(
         grad_dtype=grad_dtype,
         clip=clip,
         hbm_home_gb=hbm_home_gb,
+        workload=workload,
         defer_loading=defer_loading,
     )
     # Imports transformers, which this module does without.
@@ -111,6 +113,7 @@ def stream(
     *,
     bf16: bool | None = None,
     options: StreamOptions | None = None,
+    workload: Workload | None = None,
 ) -> nn.Module:
     """Take the model's weights home and stream its layers through the device from now on. In place; returns it.
 
@@ -121,6 +124,8 @@ def stream(
         initialize: (name, shape, dtype) -> values, for weights on the meta device: they go straight home.
         bf16: what TrainingArguments.bf16 says, if there are any.
         options: how the stream runs; no result depends on it.
+        workload: what a step will train on: homes, slots and what stays on the device are then planned for it. None:
+            what `mt.init` was told, or a placement that leaves room for any.
 
     Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory.
     """
@@ -133,12 +138,15 @@ def stream(
         raise UserError(f"options={options!r} must be StreamOptions (megatrain.base.config), or None")
     if not isinstance(bf16, bool | None):
         raise UserError(f"bf16={bf16!r} must be True, False, or None to follow the model")
+    workload = workload or _config.workload
+    if not isinstance(workload, Workload | None):
+        raise UserError(f"workload={workload!r} must be an mt.Workload, or None")
     config, options = _config, options or StreamOptions()
-    outline = _outline(model, config, options, bf16=bf16, may_be_meta=initialize is not None)
+    outline = outline_model(model, config, options, bf16=bf16, may_be_meta=initialize is not None, workload=workload)
     device, placement, memory = outline.device, outline.placement, outline.memory
     plans = placement.plans
     if device.type == "cuda":
-        _prepare_cuda(device, outline.formats.precision, config)
+        prepare_cuda(device, outline.formats.precision, config)
 
     tiers: dict[str, Tier] = {RAM: memory, HBM_TIER: DeviceMemory(device)}
     if memory.disk is not None:
@@ -158,6 +166,9 @@ def stream(
         placement=placement,
         activation_bytes=activation_bytes(placement, outline.device_bytes),
     )
+    engine.plan = outline.plan
+    if device.type == "cuda":
+        engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
     for plan, home in zip(plans, homes, strict=True):
         move_home(model, plan, home, initialize)
     replace_parameters(model, engine, plans, homes)
@@ -168,7 +179,7 @@ def stream(
 
 def check_fits(model: nn.Module, *, bf16: bool | None = None) -> None:
     """Raise the UserError that `stream` would, for what needs no values: the model may be on the meta device."""
-    _outline(model, _config, StreamOptions(), bf16=bf16, may_be_meta=True)
+    outline_model(model, _config, StreamOptions(), bf16=bf16, may_be_meta=True)
 
 
 def accumulate(
@@ -284,96 +295,7 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Outline:
-    """What a model becomes, as far as shapes tell. Nothing is allocated."""
-
-    layers: list[FoundLayer]
-    device: torch.device
-    formats: Formats
-    placement: Placement
-    memory: HostMemory
-    device_bytes: int | None
-
-
-def _outline(
-    model: nn.Module, config: Config, options: StreamOptions, *, bf16: bool | None, may_be_meta: bool
-) -> _Outline:
-    """Raises UserError: no repeated blocks, weights that cannot be taken home, too little memory."""
-    check_weights(model, may_be_meta=may_be_meta)
-    layers = find_layers(model)
-    device = _device(config)
-    precision = _precision(model, config, bf16)
-    formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
-    plans = plan_homes(model, layers, formats)
-    options = check_device_memory(plans, config, options)
-    disk = None if config.offload_dir is None else DiskMemory(config.offload_folders)
-    memory = HostMemory(max_bytes=config.max_ram_bytes, disk=disk, pin=device.type == "cuda")
-    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    device_bytes = _device_bytes(device, config)
-    ram_bytes = None if disk is None else memory.free_bytes()
-    placement = plan_placement(plans, trainable, config, options, device_bytes, ram_bytes)
-    if disk is None and placement.has_disk:
-        raise UserError("places: parts of homes are to live on disk: say where, mt.init(offload_dir=...)")
-    memory.require(host_bytes(placement), f"training {type(model).__name__}")
-    if disk is not None:
-        disk.require(disk_bytes(placement), f"training {type(model).__name__}")
-    if config.moments == "lossless":
-        memory.reserve(placement.part_bytes("moments", RAM))  # a moment maps its own memory
-    return _Outline(
-        layers=layers,
-        device=device,
-        formats=formats,
-        placement=placement,
-        memory=memory,
-        device_bytes=device_bytes,
-    )
-
-
-def _device(config: Config) -> torch.device:
-    if config.device is None:
-        config = dataclasses.replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise UserError(f"device={config.device!r} is not known: use 'cuda', 'cuda:0' or 'cpu'") from error
-    if device.type not in ("cuda", "cpu"):
-        raise UserError(f"device={config.device!r} is not supported: use 'cuda' or 'cpu'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device={config.device!r}: PyTorch sees no CUDA device; use device='cpu' or None")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device={config.device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    # Streams and memory limits belong to one device: name it.
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
-
-
-def _precision(model: nn.Module, config: Config, bf16: bool | None) -> str:
-    if config.precision is not None:
-        return config.precision
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if torch.float16 in dtypes:
-        raise UserError("the model is in float16: load it in float32 or bfloat16, or say mt.init(precision=...)")
-    return "bf16" if bf16 or torch.bfloat16 in dtypes else "fp32"
-
-
-def _device_bytes(device: torch.device, config: Config) -> int | None:
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return min(free_bytes, config.max_vram_bytes or free_bytes)
-    return None
-
-
 def _make_home(plan: HomePlan, placement: Placement, tiers: Mapping[str, Tier]) -> Home:
     keeps_gradients = placement.config.clip == "global"
     place = placement.places[plan]
     return Home(plan.name, plan.fields, tiers, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
-
-
-def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:
-    torch.cuda.set_device(device)
-    if config.max_vram_bytes is not None:
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, config.max_vram_bytes / total_bytes), device)
-    if precision == "fp32":
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.allow_tf32 = False

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_zoo import ARCHITECTURES, make_model
 from planning_helpers import SPLIT, builtin, llama_config, predicted, wide_llama
 from transformers import LlamaForCausalLM
 
@@ -274,3 +275,10 @@ def test_the_bottleneck_is_the_lane_that_compute_waits_for() -> None:
     assert bottleneck(predicted(builtin("qwen2.5-7b"), work, homes=30).simulation)[0] == "compute"
     slow = dataclasses.replace(H200, h2d_bytes_per_second=2e9)
     assert bottleneck(predicted(builtin("qwen2.5-7b"), work, machine=slow).simulation)[0] == "h2d"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_can_be_planned(name: str) -> None:
+    spec = model_spec(make_model(name), Formats(precision="bf16", master="split"), name)
+    found = Planner(MACHINES["rtx3090"], spec, Workload(num_sequences=2, length=64), Config()).best()
+    assert found is not None and found.step_seconds > 0

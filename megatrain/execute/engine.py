@@ -30,9 +30,11 @@ from megatrain.execute.fetch import Fetcher
 from megatrain.execute.first_line import describe_run
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
+from megatrain.execute.report import RunReport
 from megatrain.execute.runs import Run, current_run, run_accumulated
 from megatrain.execute.templates import compile_templates
 from megatrain.execute.transports import make_transport
+from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement
 from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
@@ -134,6 +136,10 @@ class Engine:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._consumed: set[Home] = set()
         self._update_report: dict[str, float] = {}
+        self.plan: Plan | None = None
+        """What memory and time were planned to be, where that was asked for."""
+        self.report = RunReport(self)
+        self._first_block = next((layer for layer in layers if layer.kind == "block"), None)
         if self.config.compile:
             compile_templates(layers)
 
@@ -166,6 +172,8 @@ class Engine:
         if not (layer.trainable_fields() or any(tensor.requires_grad for tensor in arguments.tensors)):
             return self._call_without_graph(layer, args, kwargs)
         self._check_inputs(layer, arguments.tensors)
+        if layer is self._first_block:
+            self.report.see(arguments.tensors[0])
         keep_graph = run is not None and run.keeps_graph
         call = Call(self, layer, arguments, recorded_keys=recording_keys(), keep_graph=keep_graph)
         anchor = self._anchor if layer.trainable_fields() else self._anchor.detach()
@@ -269,6 +277,7 @@ class Engine:
         """The optimizer has made its step."""
         self.restart_step()
         self.num_steps += 1
+        self.report.end_step()
 
     def restart_step(self) -> None:
         """With clip="layer": another backward may use gradients up."""

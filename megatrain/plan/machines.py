@@ -143,6 +143,20 @@ MACHINES: dict[str, Machine] = {
 }
 
 
+def nearest_machine(device_name: str) -> Machine:
+    """The machine of the catalogue with this kind of GPU (as CUDA names it); the smallest for one that is in none.
+
+    Its rates are then a guess, and `source` says so.
+    """
+    plain = device_name.lower().replace(" ", "").replace("-", "")  # "NVIDIA GeForce RTX 4090", "NVIDIA H200"
+    for name, machine in MACHINES.items():
+        if name.partition("-")[0] in plain:
+            return machine
+    smallest = min(MACHINES.values(), key=lambda machine: machine.matmul_flops_per_second)
+    guess = f"a guess from {smallest.name}: run `megatrain doctor`"
+    return dataclasses.replace(smallest, name=device_name, source=guess)
+
+
 def machine_named(name: str) -> Machine:
     """Raises UserError for one that is not in the catalogue."""
     if name not in MACHINES:

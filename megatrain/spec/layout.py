@@ -1,7 +1,7 @@
 """Flat layout of a home: where each parameter sits in the bytes that cross the link.
 
-Rule: fields start at pages, in every section: a view of a slot is as aligned as a tensor of its own, and a field on disk
-can be read and written alone.
+Rule: fields start at pages, in every section: a view of a slot is as aligned as a tensor of its own, and a field on
+disk can be read and written alone.
 """
 
 from __future__ import annotations

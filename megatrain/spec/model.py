@@ -6,6 +6,7 @@ from the transformers config, where there is one; everything else from the modul
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from torch import nn
@@ -131,7 +132,12 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
 def text_config(model: nn.Module) -> object:
     """The transformers config of the language model inside, or None."""
     config = getattr(model, "config", None)
-    return getattr(config, "text_config", config)
+    config = getattr(config, "text_config", config)
+    if hasattr(config, "allow_global_per_layer_attribute_access"):
+        # Layers of several sizes: the config's own values stand for all of them here.
+        config = copy.copy(config)
+        config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def active_share(config: object) -> float:

@@ -1,0 +1,102 @@
+"""Predicted against measured, once a run: seconds of a step, and memory of each tier.
+
+What a step trains on is seen, not told: the inputs of the first block of every forward under grad mode.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from megatrain.base.units import format_bytes
+from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
+from megatrain.plan.planner import Plan
+from megatrain.plan.timeline import CONTEXT_BYTES
+from megatrain.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from megatrain.execute.engine import Engine
+
+NUM_STEPS = 5
+"""After as many, the report; the first one warms up and does not count."""
+
+
+class RunReport:
+    """
+    Args:
+        say: is told the report's line.
+    """
+
+    def __init__(self, engine: Engine, say: Callable[[str], None] = print) -> None:
+        self.predict: Callable[[Workload], Plan | None] = lambda _: None
+        """The prediction for what runs here, if this is a machine of which one can be made."""
+        self.step_seconds: list[float] = []
+        """Of each step but the first, from the end of the last."""
+        self._engine, self._say = engine, say
+        self._seen: list[tuple[int, int]] = []
+        self._workload: Workload | None = None
+        self._ended = 0.0
+
+    def see(self, hidden_states: torch.Tensor) -> None:
+        """The input of the first block: (rows, tokens, hidden) of one micro-batch, or (tokens, hidden)."""
+        if hidden_states.dim() > 2:
+            self._seen.append((hidden_states.shape[0], hidden_states.shape[1]))
+        elif hidden_states.dim() == 2:
+            self._seen.append((1, hidden_states.shape[0]))
+
+    def end_step(self) -> None:
+        """The optimizer has queued its updates."""
+        now = time.perf_counter()
+        if self._ended:
+            self.step_seconds.append(now - self._ended)
+        self._ended = now
+        self._workload = self._workload_seen() or self._workload
+        self._seen.clear()
+        if len(self.step_seconds) == NUM_STEPS - 1 and self._workload is not None:
+            self._say(self.line(self._workload))
+
+    def line(self, workload: Workload) -> str:
+        """predicted -> measured, of what is predicted; else what was measured."""
+        plan = self._engine.plan or self.predict(workload)
+        measured = self._measured_bytes()
+        names = {HBM_TIER: "device", RAM: "host", DISK_TIER: "disk"}
+        planned = {} if plan is None else {tier: plan.timeline.peak(tier) for tier in names}
+        parts = [f"step {_pair(_seconds, plan and plan.step_seconds, statistics.median(self.step_seconds))}"]
+        parts += [
+            f"{names[tier]} {_pair(format_bytes, planned.get(tier), num_bytes)}"
+            for tier, num_bytes in measured.items()
+            if num_bytes or planned.get(tier)
+        ]
+        head = "measured" if plan is None else f"predicted ({plan.machine.source}) -> measured"
+        return f"megatrain: {head}, {workload.num_sequences} x {workload.length} tokens a step: {', '.join(parts)}"
+
+    def _workload_seen(self) -> Workload | None:
+        if not self._seen:
+            return None
+        num_sequences = sum(rows for rows, _ in self._seen)
+        num_tokens = sum(rows * length for rows, length in self._seen)
+        rows = max(rows for rows, _ in self._seen)
+        return Workload(num_sequences=num_sequences, length=max(1, round(num_tokens / num_sequences)), rows=rows)
+
+    def _measured_bytes(self) -> dict[str, int]:
+        engine = self._engine
+        is_cuda = engine.device.type == "cuda"
+        disk = engine.memory.disk
+        return {
+            HBM_TIER: torch.cuda.max_memory_reserved(engine.device) + CONTEXT_BYTES if is_cuda else 0,
+            RAM: psutil.Process().memory_info().rss,
+            DISK_TIER: 0 if disk is None else disk.disk_bytes,
+        }
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
+
+
+def _pair(format_: Callable[[float], str], planned: float | None, measured: float) -> str:
+    return format_(measured) if planned is None else f"{format_(planned)} -> {format_(measured)}"

@@ -1,0 +1,125 @@
+"""What a model becomes when it is streamed, as far as shapes tell: layers, formats, device, where everything will live.
+
+Nothing of the model's size is allocated here, and whatever cannot be is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
+from megatrain.plan.placement import RAM
+from megatrain.plan.planner import Plan
+from megatrain.plan.rows import Placement, check_device_memory, disk_bytes, host_bytes, plan_placement
+from megatrain.plan.workload import Workload
+from megatrain.run_plan import options_of, plan_run
+from megatrain.spec.discover import FoundLayer, check_weights, find_layers
+from megatrain.spec.homes import Formats, plan_homes
+from megatrain.store.disk_memory import DiskMemory
+from megatrain.store.memory import HostMemory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a model becomes, as far as shapes tell. Nothing is allocated."""
+
+    layers: list[FoundLayer]
+    device: torch.device
+    formats: Formats
+    placement: Placement
+    memory: HostMemory
+    device_bytes: int | None
+    plan: Plan | None
+    """Where there is a workload and a GPU."""
+
+
+def outline_model(
+    model: nn.Module,
+    config: Config,
+    options: StreamOptions,
+    *,
+    bf16: bool | None,
+    may_be_meta: bool,
+    workload: Workload | None = None,
+) -> Outline:
+    """Raises UserError: no repeated blocks, weights that cannot be taken home, too little memory."""
+    check_weights(model, may_be_meta=may_be_meta)
+    layers = find_layers(model)
+    device = _device(config)
+    precision = _precision(model, config, bf16)
+    formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
+    plans = plan_homes(model, layers, formats)
+    plan = None
+    if workload is not None and device.type == "cuda" and options.places is None:
+        plan = plan_run(model, formats, config, workload, device)
+        options = options_of(plan, options)
+    options = check_device_memory(plans, config, options)
+    disk = None if config.offload_dir is None else DiskMemory(config.offload_folders)
+    memory = HostMemory(max_bytes=config.max_ram_bytes, disk=disk, pin=device.type == "cuda")
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    device_bytes = _device_bytes(device, config)
+    ram_bytes = None if disk is None else memory.free_bytes()
+    placement = plan_placement(plans, trainable, config, options, device_bytes, ram_bytes)
+    if disk is None and placement.has_disk:
+        raise UserError("places: parts of homes are to live on disk: say where, mt.init(offload_dir=...)")
+    memory.require(host_bytes(placement), f"training {type(model).__name__}")
+    if disk is not None:
+        disk.require(disk_bytes(placement), f"training {type(model).__name__}")
+    if config.moments == "lossless":
+        memory.reserve(placement.part_bytes("moments", RAM))  # a moment maps its own memory
+    return Outline(
+        layers=layers,
+        device=device,
+        formats=formats,
+        placement=placement,
+        memory=memory,
+        device_bytes=device_bytes,
+        plan=plan,
+    )
+
+
+def _device(config: Config) -> torch.device:
+    if config.device is None:
+        config = dataclasses.replace(config, device="cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise UserError(f"device={config.device!r} is not known: use 'cuda', 'cuda:0' or 'cpu'") from error
+    if device.type not in ("cuda", "cpu"):
+        raise UserError(f"device={config.device!r} is not supported: use 'cuda' or 'cpu'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device={config.device!r}: PyTorch sees no CUDA device; use device='cpu' or None")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device={config.device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    # Streams and memory limits belong to one device: name it.
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def _precision(model: nn.Module, config: Config, bf16: bool | None) -> str:
+    if config.precision is not None:
+        return config.precision
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if torch.float16 in dtypes:
+        raise UserError("the model is in float16: load it in float32 or bfloat16, or say mt.init(precision=...)")
+    return "bf16" if bf16 or torch.bfloat16 in dtypes else "fp32"
+
+
+def _device_bytes(device: torch.device, config: Config) -> int | None:
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return min(free_bytes, config.max_vram_bytes or free_bytes)
+    return None
+
+
+def prepare_cuda(device: torch.device, precision: str, config: Config) -> None:
+    torch.cuda.set_device(device)
+    if config.max_vram_bytes is not None:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, config.max_vram_bytes / total_bytes), device)
+    if precision == "fp32":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False

@@ -1,0 +1,92 @@
+"""The plan of one run on this machine: made before anything is loaded, where the work of a step is known.
+
+profile of the machine (doctor's, or the catalogue's) with what is free now -> planner -> options of the stream
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import psutil
+import torch
+from torch import nn
+
+from megatrain.base.cgroup import free_host_bytes
+from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
+from megatrain.base.paths import existing_parent, machine_profile_path, user_path
+from megatrain.execute.engine import Engine
+from megatrain.plan.machine import Machine
+from megatrain.plan.machines import nearest_machine
+from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.remedies import plan
+from megatrain.plan.schedule import Choice
+from megatrain.plan.workload import Workload
+from megatrain.spec.homes import Formats
+from megatrain.spec.model import ModelSpec, model_spec
+
+
+def plan_run(model: nn.Module, formats: Formats, config: Config, workload: Workload, device: torch.device) -> Plan:
+    """The fastest plan for this model and workload within what is free now.
+
+    Raises UserError where nothing fits, with the smallest remedies.
+    """
+    return plan(machine_at_hand(config, device), spec_of(model, formats), workload, config)
+
+
+def spec_of(model: nn.Module, formats: Formats) -> ModelSpec:
+    return model_spec(model, formats, type(model).__name__)
+
+
+def predict_run(engine: Engine, spec: ModelSpec, workload: Workload) -> Plan | None:
+    """What the engine's own placement will take, whether planned or not. None for a machine without rates."""
+    placement = engine.placement
+    try:
+        planner = Planner(machine_at_hand(engine.config, engine.device), spec, workload, engine.config)
+    except UserError:
+        return None
+    return planner.plan_of(
+        Choice(
+            rows=workload.rows or workload.num_sequences,
+            num_slots=placement.options.num_slots,
+            places=tuple(placement.places[home] for home in placement.plans),
+            activation_bytes=min(engine.activations.budget_bytes, planner.maker.input_bytes),
+        )
+    )
+
+
+def machine_at_hand(config: Config, device: torch.device) -> Machine:
+    """This machine: rates that doctor measured, else those of the catalogue's nearest; sizes are what is free."""
+    machine = _profile() or nearest_machine(torch.cuda.get_device_name(device))
+    hbm_bytes, _ = torch.cuda.mem_get_info(device)
+    folders = [existing_parent(user_path(folder, "offload_dir")) for folder in config.offload_folders]
+    free = [psutil.disk_usage(str(folder)).free for folder in folders]
+    return dataclasses.replace(
+        machine,
+        hbm_bytes=hbm_bytes,
+        ram_bytes=free_host_bytes(),
+        # Extents are striped, so the smallest folder is the measure.
+        disk_bytes=len(free) * min(free, default=0),
+    )
+
+
+def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
+    """The stream as it was planned. What `options` say outright holds."""
+    names = (home.name for home in plan.spec.homes)
+    activation_bytes = plan.choice.activation_bytes if options.activation_bytes is None else options.activation_bytes
+    return dataclasses.replace(
+        options,
+        places=dict(zip(names, plan.choice.places, strict=True)),
+        num_slots=plan.choice.num_slots,
+        activation_bytes=activation_bytes,
+    )
+
+
+def _profile() -> Machine | None:
+    """What doctor kept. A profile without a GPU, or that cannot be read, is of no use."""
+    path = machine_profile_path()
+    try:
+        machine = Machine.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UserError):
+        return None
+    return machine if machine.hbm_bytes else None
