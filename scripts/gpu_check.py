@@ -32,7 +32,9 @@ import megatrain as mt
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.execute.engine import engine_of
+from megatrain.plan.placement import Place
 
+OFFLOAD_DIR = "runs/offload"
 FIGURES = {
     "3B": ["--model", "3B", "--batch", "32", "--micro-batch", "8"],
     "3B-compiled": ["--model", "3B", "--batch", "32", "--micro-batch", "8", "--compile"],
@@ -44,7 +46,19 @@ FIGURES = {
     "7B-4bit": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--moments", "4bit"],
     "7B-compiled": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--compile"],
     "7B-24GB": ["--model", "7B", "--batch", "64", "--micro-batch", "2", "--max-vram-gb", "24"],
-}
+    "7B-planned": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--planned"],
+    "14B": ["--model", "14B", "--batch", "64", "--micro-batch", "4", "--planned"],
+    "14B-24GB-8bit": ["--model", "14B", "--batch", "64", "--micro-batch", "1", "--max-vram-gb", "24",
+                      "--moments", "8bit", "--planned"],
+    "32B-8bit-layer": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--clip", "layer",
+                       "--planned"],
+    "32B-8bit": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--planned",
+                 "--offload-dir", OFFLOAD_DIR],
+    "7B-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments-on-disk",
+                "8", "--offload-dir", OFFLOAD_DIR],
+    "7B-4bit-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments",
+                     "4bit", "--moments-on-disk", "28", "--offload-dir", OFFLOAD_DIR],
+}  # fmt: skip
 
 
 def llama(dropout: float = 0.0) -> torch.nn.Module:
@@ -152,9 +166,15 @@ def check_places(precision: str, **settings: Any) -> str:
     """Homes on the device, or streamed through it for their update, by Triton: bit-equal to those of the CPU."""
     truth = trained(llama, precision, StreamOptions(serial=True), **settings)
     mixed = {"model.embed_tokens": "hbm", "model.layers.0": "hbm", "model.layers.1": "stream"}
-    for places in ("hbm", "stream", mixed):
+    tiers = {
+        "model.embed_tokens": Place(moments="disk", gradients="disk"),
+        "model.layers.0": Place(moments="hbm", update="device"),
+        "model.layers.1": "disk",
+        "model.layers.2": Place(weights="disk"),
+    }
+    for places in ("hbm", "stream", mixed, "disk", tiers):
         options = StreamOptions(places=places, poison=True, lane_delay_seconds=0.002)
-        state = trained(llama, precision, options, **settings)
+        state = trained(llama, precision, options, offload_dir=OFFLOAD_DIR, **settings)
         different = [name for name in truth if not torch.equal(truth[name], state[name])]
         if different:
             return f"{len(different)} weights and moments differ with places={places}: {different[:3]}"
@@ -244,6 +264,7 @@ def run_figures(names: list[str]) -> bool:
         print({key: figures[key] for key in ("median_seconds", "tflops_published", "tflops_counted", "peak_device_gib",
                                             "host_rss_gib", "stall_seconds_per_step", "weights_stall_percent", "homes",
                                             "home_bytes_per_parameter")})  # fmt: skip
+        print({key: value for key, value in figures.items() if key.startswith("predicted")})
     return len(rows) == len(names)
 
 
