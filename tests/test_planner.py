@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from megatrain.plan.remedies import largest_context, plan
 from megatrain.plan.rows import Placement, memory_rows
 from megatrain.plan.timeline import CONTEXT_BYTES, PROCESS_BYTES, TimelineMaker
 from megatrain.plan.workload import Workload
+from megatrain.spec.formats import most_moment_bytes
 from megatrain.spec.homes import Formats
 from megatrain.spec.model import model_spec
 
@@ -55,6 +57,23 @@ def test_conventional_training_of_100b_parameters() -> None:
     found = predicted(builtin("command-r-plus"), Workload(num_sequences=8, length=1024, rows=1))
     conventional = conventional_bytes(found)
     assert sum(conventional.values()) > sum(conventional_state_bytes(found.spec.num_parameters).values()) + 10 * GB
+
+
+def test_the_table_of_100b_parameters_in_the_readme() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    cells = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in readme.splitlines() if line.startswith("|")}
+    number = 100 * 10**9
+    moments = {name: 2 * most_moment_bytes(name, number) for name in ("fp32", "8bit", "4bit")}
+    state = conventional_state_bytes(number)
+    expected = {
+        "weights": [state["weights"], 4 * number, 4 * number, 2 * number],
+        "gradients": [state["gradients"], 2 * number, 2 * number, 0],
+        "moments": [state["moments"], moments["fp32"], moments["8bit"], moments["4bit"]],
+    }
+    expected["together"] = [sum(column) for column in zip(*expected.values(), strict=True)]
+    for name, sizes in expected.items():
+        for cell, num_bytes in zip(cells[name], sizes, strict=True):
+            assert cell.strip().startswith(f"{num_bytes / GB:,.0f}") or not num_bytes, (name, cell)
 
 
 def test_a_plan_holds_what_memory_rows_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import LlamaForCausalLM
 import megatrain as mt
 from megatrain.base.config import Config
 from megatrain.base.units import GIB
+from megatrain.plan.planner import Plan
 from megatrain.plan.simulate import COMPUTE, CPU_LANE, D2H, H2D, LANES, Simulation, Task, run
 from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
@@ -34,16 +36,32 @@ MEASURED = {
 }
 
 
+def measured_choice(name: str) -> Plan:
+    model, sequences, rows, homes, inputs_gb, compiled, *_ = MEASURED[name]
+    workload = Workload(num_sequences=sequences, length=1024, rows=rows)
+    return predicted(builtin(model), workload, homes=homes, inputs_gb=inputs_gb, config=Config(compile=compiled))
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_measured_steps_are_predicted(name: str) -> None:
-    model, sequences, rows, homes, inputs_gb, compiled, seconds, device_gib, host_gib = MEASURED[name]
-    workload = Workload(num_sequences=sequences, length=1024, rows=rows)
-    plan = predicted(builtin(model), workload, homes=homes, inputs_gb=inputs_gb, config=Config(compile=compiled))
+    *_, seconds, device_gib, host_gib = MEASURED[name]
+    plan = measured_choice(name)
     assert plan.step_seconds == pytest.approx(seconds, rel=0.15)
     assert plan.timeline.peak("ram") / GIB == pytest.approx(host_gib, rel=0.05)
     if device_gib is not None:
         # What PyTorch reserved; the context of CUDA is no part of it.
         assert (plan.timeline.peak("hbm") - CONTEXT_BYTES) / GIB == pytest.approx(device_gib, rel=0.05)
+
+
+def test_the_predictions_in_the_docs_are_those_of_now() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+    table = text.partition("| work | step seconds: measured |")[2].splitlines()[2 : 2 + len(MEASURED)]
+    for line, name in zip(table, MEASURED, strict=True):
+        measured, predicted_seconds, _, device, _, host = map(float, line.split("|")[2:-1])
+        plan = measured_choice(name)
+        assert measured == MEASURED[name][6]
+        now = plan.step_seconds, (plan.timeline.peak("hbm") - CONTEXT_BYTES) / GIB, plan.timeline.peak("ram") / GIB
+        assert (predicted_seconds, device, host) == pytest.approx(now, rel=0.02)
 
 
 def test_the_wait_for_the_update_is_predicted_where_it_was_measured() -> None:
