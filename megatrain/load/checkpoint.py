@@ -4,7 +4,7 @@ transformers' loader (`convert_and_load_state_dict_in_model`) does the work: it 
 of the base model, fuses and splits experts, casts. Here it runs once a layer with that layer's keys alone: first on the
 meta device, which says what is missing, unexpected or of another shape before a byte of weights is read, and then
 for real when the layer is asked for.
-Rule: a shard is open, and its pages are mapped, only while a layer is made from it.
+The files of the next layer are read while one is converted (`load/shards.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     WeightConverter,
@@ -28,6 +27,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from megatrain.base.errors import UserError
+from megatrain.load.shards import Once, ReadAhead, Stored, open_shard, read_headers
 from megatrain.load.units import RESIDENT, Units, lent_parameters
 
 _BUFFERS = "buffers"
@@ -66,7 +66,8 @@ class Checkpoint:
         )
         self._expected = set(model.state_dict())
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._units = self._group(_headers(files))
+        self._units = self._group(read_headers(files))
+        self._files = ReadAhead(self._units)
         self._unit_of: dict[str, str] = {}
         self._targets: dict[str, list[str]] = {}
         self.info = self._plan()
@@ -78,18 +79,15 @@ class Checkpoint:
         """Take the parameter from elsewhere: another place has the same values and is tied to it."""
         del self._unit_of[name]
 
-    def make(self, unit: str) -> dict[str, torch.Tensor]:
+    def make(self, unit: str, following: str | None = None) -> dict[str, torch.Tensor]:
         """Raises UserError when a shard cannot be read."""
         names = [name for name, its_unit in self._unit_of.items() if its_unit == unit]
-        with lent_parameters(self._model, self._targets[unit]) as places, contextlib.ExitStack() as files:
-            opened: dict[str, Any] = {}
-            tensors = {}
-            for key, (path, _) in self._units[unit].items():
-                if path not in opened:
-                    opened[path] = files.enter_context(_open(path))
-                tensors[key] = opened[path].get_slice(key)
-            with _reading(", ".join(sorted(opened))):
-                info = self._convert(tensors, self._settings)
+        tensors = self._files.take(unit)
+        if following is not None:
+            self._files.announce(following)
+        with lent_parameters(self._model, self._targets[unit]) as places:
+            # Each is free as soon as it is converted.
+            info = self._convert({key: Once(tensors.pop(key)) for key in list(tensors)}, self._settings)
             if info.conversion_errors:
                 raise _conversion_error(info)
             return {name: places[name][name.rpartition(".")[2]].data for name in names}
@@ -98,14 +96,14 @@ class Checkpoint:
         first, second = (self.make(self._unit_of[name])[name] for name in names)
         return torch.equal(first, second)
 
-    def _group(self, headers: dict[str, tuple[str, list[int]]]) -> dict[str, dict[str, tuple[str, list[int]]]]:
+    def _group(self, headers: dict[str, Stored]) -> dict[str, dict[str, Stored]]:
         """Keys by the layer of what they become."""
         mapping = self._settings.weight_mapping or []
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         prefix, state = self._model.base_model_prefix, self._model.state_dict()
         buffers, units = {name for name, _ in self._model.named_buffers()}, Units(self._model)
-        groups: dict[str, dict[str, tuple[str, list[int]]]] = {}
+        groups: dict[str, dict[str, Stored]] = {}
         for key, header in headers.items():
             target, _ = rename_source_key(key, renamings, converters, prefix, state)
             if target not in state and key in state:
@@ -120,7 +118,7 @@ class Checkpoint:
         for unit, keys in self._units.items():
             if unit == _BUFFERS:
                 continue
-            info = self._convert({key: _Outline(shape) for key, (_, shape) in keys.items()}, self._dry_settings)
+            info = self._convert({key: _Outline(one.shape) for key, one in keys.items()}, self._dry_settings)
             wrong = {name for name, *_ in info.mismatched_keys}
             made = self._expected - info.missing_keys - wrong
             if others := made - self._parameters:
@@ -133,11 +131,7 @@ class Checkpoint:
             reports.append(info)
         if _BUFFERS in self._units:
             # Small, and not in homes: they are loaded now.
-            with contextlib.ExitStack() as files:
-                keys = self._units[_BUFFERS]
-                opened = {path: files.enter_context(_open(path)) for path, _ in keys.values()}
-                tensors = {key: opened[path].get_tensor(key) for key, (path, _) in keys.items()}
-            reports.append(self._convert(tensors, self._settings))
+            reports.append(self._convert(self._files.take(_BUFFERS), self._settings))
         whole = self._convert({}, self._dry_settings)
         for info in reports:
             whole.missing_keys &= info.missing_keys
@@ -154,42 +148,13 @@ class Checkpoint:
         return info
 
 
-def _headers(files: list[str]) -> dict[str, tuple[str, list[int]]]:
-    """Key -> its file and shape."""
-    headers = {}
-    for path in files:
-        with _open(path) as file, _reading(path):
-            headers |= {key: (path, file.get_slice(key).get_shape()) for key in file.keys()}
-    return headers
-
-
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[Any]:
-    with _reading(path):
-        file = safe_open(path, framework="pt")
-    with file:
-        yield file
-
-
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is not there, but the checkpoint's index names it: get the checkpoint anew") from error
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is damaged or was cut short ({error}): get that file anew; nothing was loaded"
-        ) from error
-
-
 def damaged_file(folder: str | os.PathLike[str]) -> UserError | None:
     """The error for the first safetensors file in `folder` whose header does not fit it."""
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         if not name.endswith(".safetensors"):
             continue
         try:
-            with _open(os.path.join(folder, name)):
+            with open_shard(os.path.join(folder, name)):
                 pass
         except UserError as error:
             return error

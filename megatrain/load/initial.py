@@ -2,8 +2,9 @@
 
 A unit's parameters are made for real, all others stay on the meta device; `_init_weights` of the unit's modules and of
 those around them runs as transformers runs it, inner modules first. What it does to parameters on meta does nothing.
-Every call draws from a generator seeded by (seed, module, unit): values depend neither on the order in which layers are
-asked for nor on threads. Parameters that `_init_weights` never writes have the value of their constructor.
+Every call draws from a generator seeded by (seed, module, unit), and large tensors in pieces on all cores
+(`load/fills.py`): values depend neither on the order in which layers are asked for nor on threads. Parameters that
+`_init_weights` never writes have the value of their constructor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from megatrain.base.errors import UserError
+from megatrain.load.fills import ParallelFills
 from megatrain.load.units import PATCHING, Units, lent_parameters, names_of, parameters_on_meta
 
 _FLAG = "_is_hf_initialized"
@@ -57,7 +59,7 @@ class Initialiser:
     def unit_of(self, name: str) -> str | None:
         return self._unit_of.get(name)
 
-    def make(self, unit: str) -> dict[str, torch.Tensor]:
+    def make(self, unit: str, following: str | None = None) -> dict[str, torch.Tensor]:
         """Raises UserError for a parameter that gets no values."""
         names = [name for name, its_unit in self._unit_of.items() if its_unit == unit]
         places = {place: name for name in names for place in self._places[name]}
@@ -85,7 +87,10 @@ class Initialiser:
 def _initialise(model: PreTrainedModel, names: set[str], seed: tuple[Any, ...] | None) -> None:
     """`_init_weights` of every module in whose subtree one of `names` lies. Buffers keep their values."""
     paths = {""} | {path for name in names for path in _paths(name)}
-    with _buffers_left_alone(model), torch.random.fork_rng(devices=[]), guard_torch_init_functions(), torch.no_grad():
+    guards = _buffers_left_alone(model), guard_torch_init_functions(), torch.no_grad(), ParallelFills()
+    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard)
         for path, module, owner in _visits(model, "", model):
             if path not in paths or (model.is_custom_code() and _has_nothing_left(module)):
                 continue

@@ -7,6 +7,8 @@ its parameters is asked for and held until the last one is: never more than a la
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -43,8 +45,8 @@ class Maker(Protocol):
     def unit_of(self, name: str) -> str | None:
         """The unit that `name` is made with; None if it is not made here."""
 
-    def make(self, unit: str) -> dict[str, torch.Tensor]:
-        """Values of all parameters of a unit, by name."""
+    def make(self, unit: str, following: str | None = None) -> dict[str, torch.Tensor]:
+        """Values of all parameters of a unit, by name. following: the unit that is most likely asked for next."""
 
 
 class WeightSource:
@@ -65,6 +67,8 @@ class WeightSource:
             # Every parameter is either in the checkpoint or missing from it.
             self._origin[canonical] = found[0]
             self._canonical[found[0][1]] = canonical
+        self._order = dict.fromkeys(self.unit_of(name) for name in self._origin)
+        """Units that have not been made, in the order of the model."""
 
     @property
     def num_units(self) -> int:
@@ -76,13 +80,26 @@ class WeightSource:
         maker, alias = self._origin[name]
         return id(maker), maker.unit_of(alias)
 
+    def _following(self, name: str) -> str | None:
+        """The unit of the same maker that comes after that of `name` in the model. Forgets the unit of `name`."""
+        unit = self.unit_of(name)
+        self._order.pop(unit, None)
+        return next((key for maker, key in self._order if maker == unit[0]), None)
+
     def __call__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._ready:
             maker, alias = self._origin[name]
-            made = maker.make(maker.unit_of(alias))
+            _give_back_freed()
+            made = maker.make(maker.unit_of(alias), self._following(name))
             self._ready |= {self._canonical[key]: value for key, value in made.items() if key in self._canonical}
             self.done()
         return self._ready.pop(name)
+
+
+def _give_back_freed() -> None:
+    """To the system, what malloc keeps of layers before: several threads made them, and it keeps some for each."""
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def names_of(model: nn.Module) -> dict[str, list[str]]:
