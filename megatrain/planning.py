@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import UserError
-from megatrain.base.hub import silence
+from megatrain.base.hub import HUB_TIMEOUT_SECONDS, silence
 from megatrain.base.paths import looking_at, user_path
 from megatrain.spec.builtin import BUILTIN
 from megatrain.spec.homes import Formats
@@ -20,7 +20,7 @@ from megatrain.spec.model import ModelSpec, model_spec
 if TYPE_CHECKING:
     from torch import nn
 
-GATED_OR_LOCAL = "give a folder, a config.json, a name on the Hugging Face Hub, or one of"
+HOW_TO_NAME = "give a folder, a config.json, a name on the Hugging Face Hub, or one of"
 
 
 class OutlinedModel:
@@ -56,7 +56,7 @@ def _config(name: str) -> Any:
         raise UserError(f"MODEL: the folder {path} has no config.json; {_choices()}")
     if not is_folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
         raise UserError(f"MODEL: {name} is not there and no built-in shape; {_choices()}")
-    return _from_transformers(name, str(path) if is_folder else name)
+    return _from_folder(path) if is_folder else _from_hub(name)
 
 
 def _config_file(path: Path) -> Any:
@@ -71,13 +71,37 @@ def _config_file(path: Path) -> Any:
         ) from error
 
 
-def _from_transformers(name: str, source: str) -> Any:
+def _from_folder(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"MODEL: the config.json of {path} is none that transformers knows ({_first_line(error)})"
+        ) from error
+
+
+def _from_hub(name: str) -> Any:
+    """Asks the Hub once, with a timeout; where it is silent, the copy in its cache stands in."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from transformers import AutoConfig
+
+    reason = ""
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except GatedRepoError as error:
+        raise UserError(f"MODEL: {name} is gated; accept its terms there, then run `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"MODEL: the Hub has no model {name} (or it is private); {_choices()}") from error
     except Exception as error:  # The HTTP library under huggingface_hub differs from version to version.
-        raise UserError(f"MODEL: the config of {name} cannot be had ({silence(error)}); {_choices()}") from error
+        reason = silence(error)
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=bool(reason))
+    except Exception as error:
+        told = f"the Hub: {reason}" if reason else _first_line(error)
+        raise UserError(f"MODEL: the config of {name} cannot be had ({told}); {_choices()}") from error
 
 
 def _on_meta(name: str, config: Any) -> nn.Module:
@@ -99,4 +123,4 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _choices() -> str:
-    return f"{GATED_OR_LOCAL} {', '.join(BUILTIN)}"
+    return f"{HOW_TO_NAME} {', '.join(BUILTIN)}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from command_helpers import command
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from planning_helpers import llama_config
 
 from megatrain.plan.machines import MACHINES
+from megatrain.probe import measure
 from megatrain.spec.builtin import BUILTIN
 
 WIDE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8, vocab_size=32000)
@@ -120,6 +123,50 @@ def test_this_machine_is_the_profile_that_doctor_keeps(
     profile.write_text(MACHINES["a6000"].to_json())
     assert data(capsys, folder, "--tokens", "4x256")["machine"]["name"] == "a6000"
     assert data(capsys, folder, "--tokens", "4x256", "--machine", profile)["machine"]["name"] == "a6000"
+
+
+def test_a_machine_without_a_profile_is_measured_quickly(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(measure, "measure_machine", lambda folders, effort: "facts")
+    monkeypatch.setattr(measure, "machine_of", lambda facts, date: dataclasses.replace(MACHINES["a100"], disk_bytes=0))
+    code, out, _ = command(capsys, "plan", folder, "--tokens", "4x256")
+    assert code == 0
+    assert "warning: measured for this plan alone" in out and "`megatrain doctor`" in out
+    assert " GB disk" not in out
+
+
+# The Hub
+
+
+def answer(kind: type[Exception]) -> Exception:
+    """An error of the Hub's without the response that it is made from, whose class differs from version to version."""
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("no route"), "cannot be had (the Hub: no answer, OSError: no route)"),
+        (answer(RepositoryNotFoundError), "the Hub has no model nobody/nothing"),
+        (answer(GatedRepoError), "nobody/nothing is gated"),
+    ],
+)
+def test_a_hub_that_has_no_config_is_asked_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    asked = []
+
+    def model_info(self: object, name: str, **_: object) -> None:
+        asked.append(name)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    code, _, err = command(capsys, "plan", "nobody/nothing", "--machine", "a100")
+    assert (code, asked) == (2, ["nobody/nothing"])
+    assert message in err and err.count("\n") == 1
 
 
 # Refusals
