@@ -133,6 +133,7 @@ class Engine:
         self._thread = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._consumed: set[Home] = set()
+        self._looked_at: Home | None = None
         self._update_report: dict[str, float] = {}
         if self.config.compile:
             compile_templates(layers)
@@ -244,6 +245,9 @@ class Engine:
         """A pass's gradients of `home` are complete."""
         if self.config.clip == "global":
             self.transport.drain(home, packet)
+            if home.grads.is_lent:
+                # What is added now is their gradient as it is now, and not as they may change it afterwards.
+                home.grads.arrived.wait()
             return
         self.check_trainable()
         consume = None if self.consumer is None else self.consumer()
@@ -296,6 +300,10 @@ class Engine:
 
     def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
         """A parameter's gradient on the host, or None."""
+        if self._looked_at is not None and self._looked_at is not home:
+            # So that all gradients can be looked at in turn without a copy of each (see `lend`).
+            self._looked_at.grads.let_go()
+        self._looked_at = home
         home.updated.wait()
         return home.grads.lend(field)
 
@@ -315,11 +323,11 @@ class Engine:
         """Global norm of all gradients, which become gradients times min(1, max_norm / (norm + 1e-6)). The factor is
         multiplied in by the update. A norm of NaN makes all of them NaN, as in plain PyTorch."""
         norms = self.gradient_norms()
-        now = [norm * home.grads.scale for home, of in norms.items() for norm in of.values()]
+        now = [norm * home.grads.factor(field) for home, of in norms.items() for field, norm in of.items()]
         total = sum(norm * norm for norm in now) ** 0.5
         factor = max_norm / (total + 1e-6)
-        for home in norms:
-            home.grads.scale *= factor if not factor > 1.0 else 1.0
+        for home in norms if not factor >= 1.0 else ():
+            home.grads.multiply(factor)
         return torch.tensor(total, dtype=torch.float32)
 
     # What happened.

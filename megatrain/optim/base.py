@@ -277,7 +277,7 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def _update(self, engine: Engine, home: Home) -> None:
         """Queue the update of a home whose gradients are there."""
-        work = self._work(home, self._snapshot(home), home.grads.scale)
+        work = self._work(home, self._snapshot(home))
         if not work:
             return
         measures = engine.measure_updates
@@ -320,18 +320,19 @@ class HomeOptimizer(torch.optim.Optimizer):
         ]
         return [(parameter, numbers[index]) for parameter, index in self._members[home]]
 
-    def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], clip: float) -> list[Work]:
-        """Segments of the parameters that have a gradient. Counts their steps."""
+    def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], factor: float = 1.0) -> list[Work]:
+        """Segments of the parameters that have a gradient, which is multiplied by `factor` beside its own. Counts their
+        steps."""
         made: list[Work] = []
-        known: dict[tuple[int, int], Scalars] = {}
+        known: dict[tuple[int, int, float], Scalars] = {}
         for parameter, group in pairs:
             gradient = home.grads.view(parameter._field)
             if gradient is None:
                 continue
             state = self._states[parameter]
             state["step"] += 1
-            step = int(state["step"])
-            key = id(group), step
+            step, clip = int(state["step"]), factor * home.grads.factor(parameter._field)
+            key = id(group), step, clip
             if key not in known:
                 known[key] = self.scalars(group, step, clip)
             made.append(self._segment(home, parameter, self.rule(group), gradient, known[key], step))
