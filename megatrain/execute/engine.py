@@ -38,6 +38,7 @@ from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
+from megatrain.store.set_aside import SetAside
 from megatrain.transport.activations import ActivationStore
 from megatrain.transport.drain import GradientPacket
 from megatrain.transport.stream import LaneStream
@@ -122,8 +123,7 @@ class Engine:
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
-        self.num_averages = 0
-        """How many `ema_weights` blocks are open: weights are not to be trained then."""
+        self.set_aside = SetAside()
         self.consumer: weakref.WeakMethod[Callable[[Home], None]] | None = None
         """With clip="layer": queues the update of a home whose gradients were just sent home, which uses them up."""
         self.is_last: dict[str, bool] = {}
@@ -222,6 +222,7 @@ class Engine:
 
     def join_autograd(self) -> None:
         """A backward, perhaps autograd's own, is about to add gradients of weights."""
+        self.check_trainable()
         is_autograd = torch._C._current_graph_task_id() != -1
         if self.passes.is_held and is_autograd and not self.is_collecting:
             raise UserError(
@@ -239,6 +240,7 @@ class Engine:
 
         Returns the detached losses in order. Gradients are at home, or on their way.
         """
+        self.check_trainable()
         return run_accumulated(self, thunks)
 
     def _send(self, home: Home, packet: GradientPacket) -> None:
@@ -249,7 +251,6 @@ class Engine:
                 # What is added now is their gradient as it is now, and not as they may change it afterwards.
                 home.grads.arrived.wait()
             return
-        self.check_trainable()
         consume = None if self.consumer is None else self.consumer()
         if consume is None:
             raise UserError(
@@ -266,8 +267,7 @@ class Engine:
 
     def check_trainable(self) -> None:
         """Raises RefusedError while the weights are their moving average."""
-        if self.num_averages:
-            raise RefusedError("training inside ema_weights(), where weights are their average: leave the block first")
+        self.set_aside.check("training")
 
     def end_step(self) -> None:
         """The optimizer has made its step."""
