@@ -37,17 +37,14 @@ import torch
 from torch import Tensor
 
 from megatrain.optim import compiler, rules
-from megatrain.optim.formula import AdamWScalars
 from megatrain.optim.kernel import supported_variants
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import CpuUpdater
-from megatrain.store import codecs, masters, rounding
-from megatrain.store.codecs import FORMATS, Stored
+from megatrain.probe.update import SCALARS, TILE, repeat, stored_moments
+from megatrain.store import masters
+from megatrain.store.codecs import Stored
 
 KERNEL_FORMATS = ("fp32", "bf16", "8bit", "4bit")
-SCALARS = AdamWScalars.at(10, lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-TILE = 1 << 20
-"""Distinct numbers: what is longer repeats them, since they take longer to make than all the steps."""
 FALLBACK_PARAMS = 1 << 21
 """Parameters of a step of the fall-back, which is some hundred times slower."""
 PAUSE_SECONDS = 0.005
@@ -132,38 +129,6 @@ def make_weights(num_params: int) -> Weights:
     return Weights(*(repeat(tile, num_params) for tile in tiles))
 
 
-def make_moments(format_name: str, num_params: int) -> tuple[Stored, Stored]:
-    """First and second moments as a run leaves them: ordinary numbers."""
-    format_ = FORMATS[format_name]
-    random = rounding.random_bits((3, 4), 0, TILE, torch.device("cpu"))
-    first, second = (
-        Stored(
-            format_,
-            torch.empty(format_.num_codes(TILE), dtype=format_.dtype),
-            torch.empty(format_.num_scales(TILE)) if format_.is_block else None,
-        )
-        for _ in range(2)
-    )
-    codecs.encode_(torch.rand(TILE).mul_(1e-6), second, random, is_signed=False)
-    reference = second if format_.is_block else None
-    codecs.encode_(torch.randn(TILE).mul_(1e-3), first, random, is_signed=True, reference=reference)
-
-    def whole(tile: Stored) -> Stored:
-        scales = None if tile.scales is None else repeat(tile.scales, format_.num_scales(num_params))
-        return Stored(format_, repeat(tile.codes, format_.num_codes(num_params)), scales)
-
-    return whole(first), whole(second)
-
-
-def repeat(tile: Tensor, numel: int) -> Tensor:
-    """A flat tensor that repeats the numbers of the tile."""
-    result = torch.empty(numel, dtype=tile.dtype)
-    for start in range(0, numel, tile.numel()):
-        part = result[start : start + tile.numel()]
-        part.copy_(tile[: part.numel()])
-    return result
-
-
 # --- the rows ---
 
 
@@ -171,7 +136,7 @@ def group(
     weights: Weights, format_name: str, num_threads: int, options: argparse.Namespace, has_deepspeed: bool
 ) -> Iterator[Case]:
     """The rows of one format of moments: of this library, then of others."""
-    segments = weights.segments(make_moments(format_name, options.params))
+    segments = weights.segments(stored_moments(format_name, options.params))
     for path in options.variants:
         updater = CpuUpdater(num_threads, path)
         for master, segment in segments.items():

@@ -25,25 +25,27 @@ from megatrain.execute.model import (
 )
 from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
-from megatrain.plan.placement import HBM
+from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.rows import (
     Placement,
     activation_bytes,
     check_device_memory,
+    disk_bytes,
     host_bytes,
-    lossless_bytes,
     plan_placement,
 )
 from megatrain.spec.discover import FoundLayer, check_weights, find_layers
 from megatrain.spec.homes import Formats, HomePlan, plan_homes
+from megatrain.store.disk_memory import DiskMemory
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.store.tier import Tier
 
 _config = Config()
 
 
 def init(
-    offload_dir: str | os.PathLike[str] | None = None,
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     max_vram_gb: float | None = None,
     max_ram_gb: float | None = None,
     optimizer_compression: bool | str = False,
@@ -54,11 +56,16 @@ def init(
     grad_dtype: str | None = None,
     clip: str = "global",
     hbm_home_gb: float | None = None,
+    defer_loading: bool = True,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
+    From then on transformers' own `from_pretrained` leaves the weights of a large model in their files, until
+    `mt.stream` or `mt.Trainer` takes them straight home, or something else asks for them.
+
     Args:
-        offload_dir: folder for homes that do not fit in memory; its files vanish with the process.
+        offload_dir: a folder, or several on different disks, for what of the homes does not fit in memory. Its files
+            vanish with the process.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
         max_ram_gb: host memory for homes at most, in GB (1e9 bytes).
         optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True
@@ -73,6 +80,7 @@ def init(
         clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
             backward; none is kept; `max_norm` goes to the optimizer).
         hbm_home_gb: device memory for layers that live and are updated there; None: a fifth of what is free.
+        defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
 
     Raises UserError for a setting that cannot work.
     """
@@ -89,7 +97,12 @@ def init(
         grad_dtype=grad_dtype,
         clip=clip,
         hbm_home_gb=hbm_home_gb,
+        defer_loading=defer_loading,
     )
+    # Imports transformers, which this module does without.
+    from megatrain.load.deferral import defer_loading as defer
+
+    defer(_config.defer_loading)
 
 
 def stream(
@@ -127,7 +140,10 @@ def stream(
     if device.type == "cuda":
         _prepare_cuda(device, outline.formats.precision, config)
 
-    homes = [_make_home(plan, placement, memory, device) for plan in plans]
+    tiers: dict[str, Tier] = {RAM: memory, HBM_TIER: DeviceMemory(device)}
+    if memory.disk is not None:
+        tiers[DISK_TIER] = memory.disk
+    homes = [_make_home(plan, placement, tiers) for plan in plans]
     for plan, home in zip(plans, homes, strict=True):
         home.trainable.update((field, key in placement.trainable) for key, field in plan.parameters.items())
     layers = make_layers(outline.layers, plans, homes)
@@ -291,12 +307,19 @@ def _outline(
     formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
     plans = plan_homes(model, layers, formats)
     options = check_device_memory(plans, config, options)
-    memory = HostMemory(max_bytes=config.max_ram_bytes, offload_dir=config.offload_dir, pin=device.type == "cuda")
+    disk = None if config.offload_dir is None else DiskMemory(config.offload_folders)
+    memory = HostMemory(max_bytes=config.max_ram_bytes, disk=disk, pin=device.type == "cuda")
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     device_bytes = _device_bytes(device, config)
-    placement = plan_placement(plans, trainable, config, options, device_bytes)
+    ram_bytes = None if disk is None else memory.free_bytes()
+    placement = plan_placement(plans, trainable, config, options, device_bytes, ram_bytes)
+    if disk is None and placement.has_disk:
+        raise UserError("places: parts of homes are to live on disk: say where, mt.init(offload_dir=...)")
     memory.require(host_bytes(placement), f"training {type(model).__name__}")
-    memory.reserve(lossless_bytes(placement), "lossless moments")
+    if disk is not None:
+        disk.require(disk_bytes(placement), f"training {type(model).__name__}")
+    if config.moments == "lossless":
+        memory.reserve(placement.part_bytes("moments", RAM))  # a moment maps its own memory
     return _Outline(
         layers=layers,
         device=device,
@@ -340,11 +363,10 @@ def _device_bytes(device: torch.device, config: Config) -> int | None:
     return None
 
 
-def _make_home(plan: HomePlan, placement: Placement, memory: HostMemory, device: torch.device) -> Home:
-    place = placement.places[plan]
-    source = DeviceMemory(device) if place == HBM else memory
+def _make_home(plan: HomePlan, placement: Placement, tiers: Mapping[str, Tier]) -> Home:
     keeps_gradients = placement.config.clip == "global"
-    return Home(plan.name, plan.fields, source, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
+    place = placement.places[plan]
+    return Home(plan.name, plan.fields, tiers, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
 
 
 def _prepare_cuda(device: torch.device, precision: str, config: Config) -> None:

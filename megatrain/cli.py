@@ -38,7 +38,79 @@ def train(
     run(recipe, overrides or [], dry_run=dry_run)
 
 
-VERBS: dict[str, Callable[..., None]] = {"train": train}
+def doctor(
+    offload_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder for offloading whose disk is measured; may be given several times.", metavar="DIR"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds in place of half a minute; rough.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the profile goes, in place of the cache.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Measure this machine, say what slows it down, keep the profile that plans use."""
+    from megatrain.commands.doctor import doctor as run
+
+    run(offload_dir or [], quick=quick, as_json=as_json, output=output)
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
+    ],
+    machine: Annotated[
+        str,
+        typer.Option(
+            help="h200-128gb, h200-256gb, h200-1.5tb, gh200, a100, rtx4090, rtx3090, a6000, the file of a profile, or "
+            "this: what doctor measured here.",
+            metavar="NAME|FILE|this",
+        ),
+    ] = "this",
+    tokens: Annotated[
+        str, typer.Option(help="Of a step: sequences x length, or their product with --seq.", metavar="BxT")
+    ] = "64x1024",
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Sequences of a micro-batch; left out: the plan chooses.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32 compute.")] = "bf16",
+    master: Annotated[str | None, typer.Option(help="Master weights: split (exact, the default) or bf16.")] = None,
+    compression: Annotated[str | None, typer.Option(help="Moments: lossless, bf16, 8bit, 4bit; else fp32.")] = None,
+    clip: Annotated[str, typer.Option(help="global or layer.")] = "global",
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks compiled with torch.compile.")] = False,
+    vram_gb: Annotated[float | None, typer.Option(help="Device memory to use at most.")] = None,
+    ram_gb: Annotated[float | None, typer.Option(help="Host memory to use at most.")] = None,
+    no_disk: Annotated[bool, typer.Option("--no-disk", help="Refuse what does not fit in memory.")] = False,
+    what_if: Annotated[bool, typer.Option("--what-if", help="Also with one thing changed at a time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the simulated lanes as a Chrome trace.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Predict memory and time of a training step, on this machine or another. Needs no GPU and no weights."""
+    from megatrain.commands.plan import PlanOptions
+    from megatrain.commands.plan import plan as run
+
+    options = PlanOptions(
+        machine=machine,
+        tokens=tokens,
+        seq=seq,
+        rows=rows,
+        precision=precision,
+        master=master,
+        compression=compression,
+        clip=clip,
+        compile=compile,
+        vram_gb=vram_gb,
+        ram_gb=ram_gb,
+        use_disk=not no_disk,
+        what_if=what_if,
+        as_json=as_json,
+        trace=trace,
+    )
+    run(model, options)
+
+
+VERBS: dict[str, Callable[..., None]] = {"train": train, "plan": plan, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,9 +123,7 @@ def run_command(arguments: list[str]) -> int:
     try:
         code = _app()(arguments, prog_name="megatrain", standalone_mode=False) or 0
     except UserError as error:
-        from megatrain.commands.words import in_recipe_words
-
-        _print_error(in_recipe_words(str(error)))
+        _print_error(_in_words_of(arguments, str(error)))
         return 2
     except InterruptedRunError as error:
         _print_error(str(error))
@@ -68,6 +138,15 @@ def run_command(arguments: list[str]) -> int:
     if code == INTERRUPTED:  # some versions of typer turn Ctrl-C into this code, others raise
         _print_error("interrupted")
     return code
+
+
+def _in_words_of(arguments: list[str], message: str) -> str:
+    """Settings as they are written in a recipe, for what reads one."""
+    if arguments[:1] != ["train"]:
+        return message
+    from megatrain.commands.words import in_recipe_words
+
+    return in_recipe_words(message)
 
 
 def _app() -> typer.Typer:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +22,12 @@ from transformers.utils import logging as transformers_logging
 
 from megatrain.api import stream
 from megatrain.base.errors import UserError
-from megatrain.load.checkpoint import Checkpoint, damaged_file
+from megatrain.load.checkpoint import damaged_file
 from megatrain.load.initial import Initialiser
-from megatrain.load.units import PATCHING, WeightSource, names_of, parameters_on_meta
+from megatrain.load.interception import loading_by
+from megatrain.load.opening import OpenedCheckpoint
+from megatrain.load.units import WeightSource, names_of, parameters_on_meta
 
-logger = logging.getLogger("megatrain")
-
-_SHOWN_NAMES = 5
 _REFUSED = {
     "device_map": "layers live in host memory; choose the device with mt.init(device=...)",
     "max_memory": "say mt.init(max_vram_gb=..., max_ram_gb=...)",
@@ -124,8 +121,8 @@ def from_config(
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), parameters_on_meta():
             torch.default_generator.manual_seed(seed % 2**63)
             model = build(copy.deepcopy(config), **own, **keywords)
-    names = set(names_of(model))
-    return _opened(model, None, names, seed).stream()
+    source = WeightSource(model, [Initialiser(model, set(names_of(model)), seed)])
+    return OpenedModel(model=model, source=source).stream()
 
 
 def open_pretrained(path: str | os.PathLike[str], model_class: Any, **keywords: Any) -> OpenedModel:
@@ -133,64 +130,25 @@ def open_pretrained(path: str | os.PathLike[str], model_class: Any, **keywords: 
     for name, remedy in _REFUSED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
             raise UserError(f"{name}={keywords[name]!r} is not for a streamed model: {remedy}")
-    interception = _Interception(path)
-    with _told_plainly(path), interception.active():
+    loader = _Opening(path)
+    with _told_plainly(path), loading_by(loader):
         model = model_class.from_pretrained(path, **keywords)
-    checkpoint, info = interception.checkpoint, interception.info
-    assert checkpoint is not None, f"{model_class.__name__}.from_pretrained read no weights"
-    names_by_first = names_of(model)
-    missing = {first for first, names in names_by_first.items() if all(checkpoint.unit_of(n) is None for n in names)}
-    # transformers leaves out of its report what a model says that it may lack.
-    reported = info.missing_and_mismatched()
-    shown = {first for first in missing if not reported.isdisjoint(names_by_first[first])}
-    buffers = info.missing_keys - {name for names in names_by_first.values() for name in names}
-    _warn("are not in the checkpoint and were initialised anew", path, shown | buffers)
-    _warn("in the checkpoint are not in the model and were left out", path, info.unexpected_keys)
-    seed = int(torch.randint(2**62, (), dtype=torch.int64)) if missing else 0
-    return _opened(model, checkpoint, missing, seed)
+    assert loader.opened is not None, f"{model_class.__name__}.from_pretrained read no weights"
+    return OpenedModel(model=model, source=loader.opened.weights())
 
 
-def _opened(model: PreTrainedModel, checkpoint: Checkpoint | None, missing: set[str], seed: int) -> OpenedModel:
-    makers: list[Any] = [] if checkpoint is None else [checkpoint]
-    if missing:
-        makers.append(Initialiser(model, missing, seed))
-    return OpenedModel(model=model, source=WeightSource(model, makers))
-
-
-class _Interception:
-    """Stands in for the two steps of transformers' from_pretrained that read and finish the weights."""
+class _Opening:
+    """The loader of one call (see `load/interception.py`)."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
-        self.checkpoint: Checkpoint | None = None
-        self.info: Any = None
+        self.opened: OpenedCheckpoint | None = None
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """In this thread alone: models that others load meanwhile are loaded as ever."""
-        thread = threading.get_ident()
-
-        def load(*args: Any, **kwargs: Any) -> Any:
-            return (self._load if threading.get_ident() == thread else originals[0])(*args, **kwargs)
-
-        def finalize(*args: Any, **kwargs: Any) -> Any:
-            return (self._finalize if threading.get_ident() == thread else originals[1])(*args, **kwargs)
-
-        with PATCHING:
-            originals = PreTrainedModel._load_pretrained_model, PreTrainedModel._finalize_model_loading
-            PreTrainedModel._load_pretrained_model = staticmethod(load)
-            PreTrainedModel._finalize_model_loading = staticmethod(finalize)
-            try:
-                yield
-            finally:
-                PreTrainedModel._load_pretrained_model = staticmethod(originals[0])
-                PreTrainedModel._finalize_model_loading = staticmethod(originals[1])
-
-    def _load(self, model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **_: Any) -> Any:
-        """The plan of the weights; under the names that transformers calls it with."""
+    def load(self, model: Any, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any) -> Any:
+        del state_dict  # refused as an argument, and there is no other source of one
         if load_config.hf_quantizer is not None:
             raise UserError(f"{self._path} is quantised: full-parameter training needs the unquantised model")
-        if self.checkpoint is not None:
+        if self.opened is not None:
             raise UserError(
                 f"{self._path} holds an adapter: load it with transformers and peft, then mt.stream the whole model"
             )
@@ -200,45 +158,13 @@ class _Interception:
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder), or load it whole, with "
                 "mt.stream(AutoModelForCausalLM.from_pretrained(...))"
             )
-        self.checkpoint = Checkpoint(model, [str(file) for file in checkpoint_files], load_config)
-        self.info = self.checkpoint.info
-        if self.info.mismatched_keys and not load_config.ignore_mismatched_sizes:
-            name, found, expected = sorted(self.info.mismatched_keys)[0]
-            raise UserError(
-                f"{self._path}: {name} has shape {tuple(found)} in the checkpoint and {tuple(expected)} in the model: "
-                "give the config that belongs to it, or ignore_mismatched_sizes=True to initialise it anew"
-            )
-        return self.info, None
+        self.opened = OpenedCheckpoint(model, self._path, [str(file) for file in checkpoint_files], load_config)
+        return self.opened.info
 
-    def _finalize(self, model: Any, _: Any, info: Any) -> Any:
-        """As in transformers, on the meta device: buffers for real, weights tied, the report cleaned."""
-        self._settle_ties(model, info)
-        model.mark_tied_weights_as_initialized(info)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "meta":
-                    module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-        model.initialize_weights()
-        model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
-        model._adjust_missing_and_unexpected_keys(info)
-        return info
-
-    def _settle_ties(self, model: Any, info: Any) -> None:
-        """Where a checkpoint has both of a tied pair: one is left out if they are equal, else they are not tied."""
-        for target, source in list(model.all_tied_weights_keys.items()):
-            if self.checkpoint.unit_of(target) is None or self.checkpoint.unit_of(source) is None:
-                continue
-            if self.checkpoint.have_equal_values(target, source):
-                self.checkpoint.drop(target)
-                info.missing_keys.add(target)
-                continue
-            del model.all_tied_weights_keys[target]
-            logger.warning(
-                "%s: the config ties %s to %s, but the checkpoint has other values for it: they are not tied",
-                self._path,
-                target,
-                source,
-            )
+    def finalize(self, model: Any, load_config: Any, loading_info: Any) -> Any:
+        assert self.opened is not None
+        self.opened.finalize()
+        return loading_info
 
 
 @contextlib.contextmanager
@@ -254,10 +180,3 @@ def _told_plainly(path: Any) -> Iterator[None]:
             raise damaged from error
         what = f"the config of a {type(path).__name__}" if isinstance(path, PreTrainedConfig) else path
         raise UserError(f"{what} cannot be loaded: {error}") from error
-
-
-def _warn(what: str, path: Any, names: set[str]) -> None:
-    if names:
-        shown = sorted(names)
-        more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
-        logger.warning("%s: %d weights %s: %s%s", path, len(shown), what, ", ".join(shown[:_SHOWN_NAMES]), more)

@@ -217,7 +217,8 @@ class Trainer(transformers.Trainer):
         options = {"seed": self.args.seed, **options}
         if self.engine.config.clip == "layer" and self.args.max_grad_norm > 0:
             options = {"max_norm": self.args.max_grad_norm, **options}
-        self.optimizer = optimizer_class([group for group in groups if group["params"]], **options)
+        # An empty group stays, as in transformers: schedules and saved optimizers count groups.
+        self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:

@@ -16,7 +16,8 @@ from megatrain.base.config import StreamOptions
 from megatrain.base.fence import Fence
 from megatrain.execute.engine import engine_of
 from megatrain.store.buffers import MAX_WASTE, BufferPool
-from megatrain.store.memory import PAGE_BYTES, HostMemory
+from megatrain.store.memory import HostMemory
+from megatrain.store.tier import PAGE_BYTES
 from megatrain.transport.activations import MIN_BYTES, ActivationStore
 from megatrain.transport.lane import Lane
 from megatrain.transport.serial import SerialStream
@@ -26,7 +27,7 @@ OFFLOAD = StreamOptions(activation_bytes=0)
 
 
 def make_memory() -> HostMemory:
-    return HostMemory(max_bytes=None, offload_dir=None, pin=False)
+    return HostMemory(max_bytes=None, pin=False)
 
 
 def make_store(budget_bytes: int) -> ActivationStore:
@@ -220,10 +221,10 @@ def test_host_memory_does_not_grow_with_lengths() -> None:
     engine = engine_of(model)
     assert engine is not None
     model(torch.randn(64, 40, 64)).backward()
-    start_bytes = engine.homes[0].memory.ram_bytes
+    start_bytes = engine.memory.ram_bytes
     largest_bytes = engine.activations.buffers.peak_bytes
     for length in range(8, 40):
         model(torch.randn(64, length, 64)).backward()
     assert engine.activations.num_offloaded == 3 * 33
     assert engine.activations.buffers.peak_bytes == largest_bytes
-    assert engine.homes[0].memory.ram_bytes <= start_bytes
+    assert engine.memory.ram_bytes <= start_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import megatrain as mt
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import RefusedError
 from megatrain.optim.base import HomeOptimizer
+from megatrain.plan.placement import Place
 
 FROZEN = "model.layers.1.mlp.up_proj.weight"
 
@@ -106,6 +108,41 @@ def test_the_average_follows_weights_without_gradients(precision: str, master: s
             average.mul_(0.5).add_(now[name].mul(0.5))
             assert torch.equal(optimizer.state[model.get_parameter(name)]["ema"], average), name
     assert all(torch.equal(weights(model)[name].float(), now[name]) for name in frozen)
+
+
+PLACES = {
+    "device": "hbm",
+    "streamed": "stream",
+    "disk": "disk",
+    "moments on disk": Place(moments="disk"),
+    "moments on the device": Place(moments="hbm", update="device"),
+    "low halves on the device": Place(low="hbm", update="device"),
+}
+
+
+def odd_steps(options: StreamOptions, folder: Path) -> dict[str, torch.Tensor]:
+    """Averages, weights and states after steps with frozen parameters and gradients that somebody writes."""
+    model, optimizer = start(options, precision="bf16", numbers={"ema_decay": 0.5}, offload_dir=folder)
+    head, now_and_then = model.lm_head.weight, model.get_parameter(FROZEN)
+    for i, micro_batches in enumerate(batches(8)):
+        now_and_then.requires_grad_(i % 4 < 2)
+        mt.accumulate(model, micro_batches[:1])
+        mt.clip_grad_norm_(model, 0.1)
+        head.grad.mul_(2)
+        if i % 2:
+            mt.accumulate(model, micro_batches[1:])
+            head.grad = head.grad / 2
+        with optimizer.ema_weights():
+            averages = {f"average {name}": value for name, value in weights(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**averages, **result(model, optimizer)}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+def test_averages_and_written_gradients_depend_on_no_place(place: str | Place, tmp_path: Path) -> None:
+    truth = odd_steps(StreamOptions(serial=True), tmp_path)
+    assert_same(odd_steps(StreamOptions(places=place, poison=True, lane_delay_seconds=0.002), tmp_path), truth)
 
 
 def test_a_skipped_step_leaves_averages() -> None:

@@ -45,7 +45,12 @@ def test_verbs_and_options_change_only_on_purpose() -> None:
     app = cli._app()
     verbs = {command.name: command.callback for command in app.registered_commands}
     assert {name: list(function.__annotations__) for name, function in verbs.items() if function} == {
-        "train": ["recipe", "overrides", "dry_run", "return"]
+        "train": ["recipe", "overrides", "dry_run", "return"],
+        "plan": [
+            *("model", "machine", "tokens", "seq", "rows", "precision", "master", "compression", "clip", "compile"),
+            *("vram_gb", "ram_gb", "no_disk", "what_if", "as_json", "trace", "return"),
+        ],
+        "doctor": ["offload_dir", "quick", "as_json", "output", "return"],
     }
 
 
@@ -56,6 +61,7 @@ def test_help_is_lean() -> None:
         "from megatrain.cli import run_command\n"
         "assert run_command(['--help']) == 0\n"
         "assert run_command(['train', '--help']) == 0\n"
+        "assert run_command(['plan', '--help']) == 0\n"
         "assert run_command(['train', 'nosuch.yaml']) == 2\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

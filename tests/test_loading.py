@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import megatrain as mt
 from megatrain.commands.run import _open_model
 from megatrain.execute.engine import engine_of
-from megatrain.loading import _Interception
+from megatrain.load.interception import loading_by
+from megatrain.loading import _Opening
 from megatrain.models import ResolvedModel
 
 BYTES = "20KB"
@@ -287,10 +288,10 @@ def test_transformers_is_as_it_was_afterwards(saved: Callable[..., Path]) -> Non
 
 def test_other_threads_load_as_ever(saved: Callable[..., Path]) -> None:
     folder = saved()
-    interception = _Interception(folder)
-    with interception.active(), ThreadPoolExecutor(1) as pool:
+    loader = _Opening(folder)
+    with loading_by(loader), ThreadPoolExecutor(1) as pool:
         plain = pool.submit(AutoModelForCausalLM.from_pretrained, folder).result()
-    assert interception.checkpoint is None
+    assert loader.opened is None
     assert all(parameter.device.type == "cpu" for parameter in plain.parameters())
     with ThreadPoolExecutor(3) as pool:
         models = [closed_later(model) for model in pool.map(mt.from_pretrained, [folder] * 3)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatrain.base.errors import UserError
 from megatrain.store import planes
 from megatrain.store.lossless import HEADER_BYTES, PIECE, LosslessMoment
-from megatrain.store.memory import PAGE_BYTES
+from megatrain.store.tier import PAGE_BYTES
 
 # Zeros, denormals, ones, the largest finite numbers, infinities, NaNs with and without payload.
 EDGES = [

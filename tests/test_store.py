@@ -10,10 +10,14 @@ from torch import nn
 
 from megatrain.base.config import MASTERS
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.plan.placement import RAM
 from megatrain.spec.discover import find_layers
 from megatrain.spec.homes import Formats, plan_homes
+from megatrain.store.disk_lock import LOCK_NAME
+from megatrain.store.disk_memory import DiskMemory
 from megatrain.store.home import Home
-from megatrain.store.memory import PAGE_BYTES, HostMemory
+from megatrain.store.memory import HostMemory
+from megatrain.store.tier import PAGE_BYTES
 
 
 class Blocks(nn.Module):
@@ -23,10 +27,10 @@ class Blocks(nn.Module):
 
 
 def make_homes(model: nn.Module, precision: str) -> list[Home]:
-    memory = HostMemory(max_bytes=None, offload_dir=None, pin=False)
+    memory = HostMemory(max_bytes=None, pin=False)
     formats = Formats(precision=precision, master=MASTERS[precision][0])
     plans = plan_homes(model, find_layers(model), formats)
-    return [Home(plan.name, plan.fields, memory, plan.grad_dtype) for plan in plans]
+    return [Home(plan.name, plan.fields, {RAM: memory}, plan.grad_dtype) for plan in plans]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -66,25 +70,25 @@ def test_weights_loaded_in_bf16_are_taken_over_exactly() -> None:
 
 
 def test_buffers_have_exact_sizes_within_the_budget(tmp_path) -> None:
-    memory = HostMemory(max_bytes=3 * PAGE_BYTES, offload_dir=tmp_path, pin=False)
+    memory = HostMemory(max_bytes=3 * PAGE_BYTES, disk=DiskMemory([tmp_path]), pin=False)
     first = memory.empty(2 * PAGE_BYTES)
     second = memory.empty(2 * PAGE_BYTES)  # does not fit any more
     assert first.numel() == second.numel() == 2 * PAGE_BYTES
-    assert (memory.ram_bytes, memory.disk_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
+    assert (memory.ram_bytes, memory.disk.disk_bytes) == (2 * PAGE_BYTES, 2 * PAGE_BYTES)
     second.fill_(7)
     assert int(second.sum()) == 7 * second.numel()
-    assert os.listdir(tmp_path) == [], "files are unlinked as soon as they are mapped"
+    assert os.listdir(tmp_path) == [LOCK_NAME], "files have no names"
 
 
 def test_memory_that_is_given_back_is_counted_back(tmp_path) -> None:
-    memory = HostMemory(max_bytes=3 * PAGE_BYTES, offload_dir=tmp_path, pin=False)
+    memory = HostMemory(max_bytes=3 * PAGE_BYTES, disk=DiskMemory([tmp_path]), pin=False)
     kept = memory.empty(PAGE_BYTES)
     for _ in range(3):
         buffers = [memory.empty(2 * PAGE_BYTES) for _ in range(2)]
-        assert (memory.ram_bytes, memory.disk_bytes) == (3 * PAGE_BYTES, 2 * PAGE_BYTES)
+        assert (memory.ram_bytes, memory.disk.disk_bytes) == (3 * PAGE_BYTES, 2 * PAGE_BYTES)
         view = buffers[0][5:6].view(1, 1)
         del buffers
-        assert (memory.ram_bytes, memory.disk_bytes) == (3 * PAGE_BYTES, 0), "a view keeps its buffer"
+        assert (memory.ram_bytes, memory.disk.disk_bytes) == (3 * PAGE_BYTES, 0), "a view keeps its buffer"
         del view
         assert memory.ram_bytes == kept.numel()
 
@@ -124,14 +128,14 @@ def test_parameters_without_elements_or_dimensions(shapes: list[tuple[int, ...]]
 
 def test_too_much_is_refused_with_the_missing_bytes(tmp_path) -> None:
     with pytest.raises(UserError, match="add 1.0 GiB.*offload_dir"):
-        HostMemory(max_bytes=2**30, offload_dir=None, pin=False).require(2**31, "training")
+        HostMemory(max_bytes=2**30, pin=False).require(2**31, "training")
     with pytest.raises(UserError, match="free"):
-        HostMemory(max_bytes=0, offload_dir=tmp_path, pin=False).require(2**60, "training")
+        HostMemory(max_bytes=0, disk=DiskMemory([tmp_path]), pin=False).require(2**60, "training")
 
 
 def test_the_offload_folder_is_made_when_something_goes_there(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    memory = HostMemory(max_bytes=2 * PAGE_BYTES, offload_dir="~/below/folder", pin=False)
+    memory = HostMemory(max_bytes=2 * PAGE_BYTES, disk=DiskMemory(["~/below/folder"]), pin=False)
     memory.require(3 * PAGE_BYTES, "training")
     kept = [memory.empty(2 * PAGE_BYTES)]
     assert os.listdir(tmp_path) == []

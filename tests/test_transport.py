@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.base.fence import Fence
+from megatrain.plan.placement import RAM
 from megatrain.spec.layout import Field, GradientLayout
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
@@ -28,8 +29,8 @@ def make_home(name: str, numel: int, memory: HostMemory | None = None) -> Home:
         offset=0,
         wire_offset_bytes=0,
     )
-    memory = memory or HostMemory(max_bytes=None, offload_dir=None, pin=False)
-    return Home(name, [field], memory, torch.float32)
+    memory = memory or HostMemory(max_bytes=None, pin=False)
+    return Home(name, [field], {RAM: memory}, torch.float32)
 
 
 # Predictor

@@ -19,7 +19,7 @@ import megatrain
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatrain"
 
-ROOMS = ["base", "spec", "plan", "store", "transport", "execute", "optim", "save", "load", "data"]
+ROOMS = ["base", "spec", "plan", "store", "transport", "execute", "optim", "probe", "save", "load", "data"]
 """Each imports only from itself and from those before it. Files of the package itself, and `commands`, come last."""
 
 MAX_FILE_LINES = 400

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB
@@ -34,8 +35,9 @@ TWO_BITS = (
 class Config:
     """What `mt.init` was told."""
 
-    offload_dir: str | os.PathLike[str] | None = None
-    """Folder for homes that do not fit in `max_ram_gb`. Their files vanish with the process."""
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    """Folder, or folders on several disks, for what of the homes does not fit in `max_ram_gb`. Files there vanish with
+    the process."""
 
     max_vram_gb: float | None = None
     """Device memory that may be used, in GB (1e9 bytes). Left out: what is free."""
@@ -72,6 +74,10 @@ class Config:
     """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
     bits may differ."""
 
+    defer_loading: bool = True
+    """Leave the weights of large models in their files in transformers' own from_pretrained, until `mt.stream` takes
+    them home or somebody asks for them."""
+
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
             raise UserError(
@@ -84,8 +90,9 @@ class Config:
             is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
-        if not isinstance(self.compile, bool):
-            raise UserError(f"compile={self.compile!r} must be True or False")
+        for name in ("compile", "defer_loading"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         # A torch.device is known by its name: this module does without torch.
         is_device = isinstance(self.device, (str, int)) or type(self.device).__module__ == "torch"
         if self.device is not None and (not is_device or isinstance(self.device, bool)):
@@ -121,14 +128,23 @@ class Config:
         """Format of the moments."""
         return COMPRESSIONS[self.optimizer_compression]
 
-    def _check_offload_dir(self) -> None:
+    @property
+    def offload_folders(self) -> list[str | os.PathLike[str]]:
+        """As a list."""
         if self.offload_dir is None:
-            return
-        path = os.fspath(self.offload_dir) if isinstance(self.offload_dir, (str, os.PathLike)) else None
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise UserError(f"offload_dir={self.offload_dir!r} must be the path of a folder, or None")
-        if os.path.exists(self.offload_dir) and not os.path.isdir(self.offload_dir):
-            raise UserError(f"offload_dir={os.fspath(self.offload_dir)!r} is a file: give a folder")
+            return []
+        return [self.offload_dir] if isinstance(self.offload_dir, (str, os.PathLike)) else list(self.offload_dir)
+
+    def _check_offload_dir(self) -> None:
+        is_list = isinstance(self.offload_dir, (list, tuple)) and len(self.offload_dir) > 0
+        if not (self.offload_dir is None or is_list or isinstance(self.offload_dir, (str, os.PathLike))):
+            raise UserError(f"offload_dir={self.offload_dir!r} must be the path of a folder, a list of them, or None")
+        for folder in self.offload_folders:
+            path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
+            if not isinstance(path, str) or not path or "\0" in path:
+                raise UserError(f"offload_dir={folder!r} must be the path of a folder, or None")
+            if os.path.exists(path) and not os.path.isdir(path):
+                raise UserError(f"offload_dir={path!r} is a file: give a folder")
 
     @property
     def max_vram_bytes(self) -> int | None:
@@ -165,9 +181,9 @@ class StreamOptions:
     lane_delay_seconds: float = 0.0
     """Upper bound of a random pause before each piece of lane work, to provoke races."""
 
-    places: Mapping[str, str] | str | None = None
-    """Where homes live and are updated: "cpu", "stream" or "hbm" (`plan/placement.py`) by name of the home, or one for
-    all. Homes that are not named are "cpu". None: the plan chooses."""
+    places: Mapping[str, Any] | Any = None
+    """Where homes live and are updated: a `Place`, or "cpu", "stream", "hbm" or "disk" (`plan/placement.py`), by name
+    of the home, or one for all. Homes that are not named are "cpu". None: the plan chooses."""
 
     def __post_init__(self) -> None:
         for name in ("serial", "poison"):
@@ -182,5 +198,5 @@ class StreamOptions:
         delay = self.lane_delay_seconds
         if not isinstance(delay, (int, float)) or isinstance(delay, bool) or not 0 <= delay < math.inf:
             raise UserError(f"lane_delay_seconds={delay!r} must be a finite number of seconds and not negative")
-        if not isinstance(self.places, (str, Mapping, type(None))):
+        if isinstance(self.places, (list, tuple, set, int)):
             raise UserError(f"places={self.places!r} must be a place, a mapping from homes to places, or None")

@@ -19,5 +19,9 @@ class InterruptedRunError(RuntimeError):
     """The user stopped a run (Ctrl-C). The message says how to go on."""
 
 
+class DiskError(RuntimeError):
+    """A disk failed in the middle of a run, after retries. The message names folder, place and errno."""
+
+
 class RefusedError(RuntimeError):
     """A call that makes no sense on a streamed model (or would do harm silently), refused by name."""

@@ -40,3 +40,10 @@ def existing_parent(folder: Path) -> Path:
     """`folder`, or the nearest folder above it that exists. Symbolic links are followed."""
     folder = Path(os.path.realpath(folder))
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
+
+
+def machine_profile_path() -> Path:
+    """Where `megatrain doctor` keeps what it measured: $MEGATRAIN_CACHE/machine.json, or ~/.cache/megatrain."""
+    cache = os.environ.get("MEGATRAIN_CACHE")
+    folder = user_path(cache, "MEGATRAIN_CACHE") if cache else user_path("~/.cache/megatrain", "the profile")
+    return folder / "machine.json"

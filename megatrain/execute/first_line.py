@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from megatrain.base.config import Config
 from megatrain.base.units import format_bytes, format_count
 from megatrain.execute.templates import group_templates
-from megatrain.plan.placement import HBM
+from megatrain.plan.placement import DISK_TIER
+from megatrain.plan.rows import memory_rows
 from megatrain.spec.homes import Formats
 
 if TYPE_CHECKING:
@@ -44,13 +45,20 @@ def describe_run(engine: Engine) -> str:
     templates = group_templates(engine.layers)
     num_blocks = sum(len(members) for members in templates.values())
     kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
-    num_on_device = sum(home.place == HBM for home in engine.homes)
+    num_on_device = sum(home.place.is_resident for home in engine.homes)
     living = f" ({num_on_device} homes live there)" if num_on_device else ""
-    disk_bytes = engine.memory.disk_bytes
-    on_disk = f", {format_bytes(disk_bytes)} of homes in files of offload_dir" if disk_bytes else ""
+    on_disk = _describe_disk(engine)
     compiled = ", blocks compiled at their first call" if engine.config.compile else ""
     return (
         f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
         f"{len(engine.layers) - num_blocks} other layers streamed through {engine.device}{living}; "
         f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}"
     )
+
+
+def _describe_disk(engine: Engine) -> str:
+    rows = [row for row in memory_rows(engine.placement) if row.tier == DISK_TIER]
+    if not rows:
+        return ""
+    total = format_bytes(sum(row.num_bytes for row in rows))
+    return f", {total} on disk ({', '.join(row.name.split(',')[0].split(' (')[0] for row in rows)})"

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.execute.deferred import DeferredParameter
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.guard import protect
 from megatrain.execute.layer import StreamedLayer, stream_module
@@ -192,6 +193,10 @@ def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initiali
         if field is None or field in done:
             continue
         done.add(field)
+        if isinstance(use.parameter, DeferredParameter):
+            use.parameter.take(functools.partial(home.write, field))
+            use.parameter.went_home = True
+            continue
         if use.parameter.device.type == "meta":
             assert initialize is not None
             home.write(field, _initial_value(field, initialize))

@@ -6,10 +6,11 @@ import torch
 
 from megatrain.base.config import StreamOptions
 from megatrain.execute.layer import StreamedLayer
-from megatrain.plan.placement import HBM
-from megatrain.plan.rows import Placement
+from megatrain.plan.placement import DISK_TIER
+from megatrain.plan.rows import NUM_UPDATE_SLOTS, NUM_WEIGHT_SLOTS, Placement
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.transport.disk import DiskWindow, WeightReader
 from megatrain.transport.ring import SlabRing
 from megatrain.transport.serial import SerialStream
 from megatrain.transport.stream import LaneStream
@@ -27,11 +28,25 @@ def make_transport(
     options = placement.options
     if options.serial:
         return SerialStream(device)
-    blocks = (layer.home for layer in layers if layer.kind == "block" and layer.home.place != HBM)
+    blocks = (layer.home for layer in layers if layer.kind == "block" and not layer.home.place.is_resident)
     block_bytes = max((home.wire.numel() for home in blocks), default=0)
     rings = _rings(homes, memory, device, options) if placement.config.clip == "layer" else None
     streamed = [home for home in homes if home is not resident]
-    return LaneStream(streamed, block_bytes, device, options, rings)
+    window, reader = _disk(streamed, memory, placement)
+    return LaneStream(streamed, block_bytes, device, options, rings, window, reader)
+
+
+def _disk(homes: list[Home], memory: HostMemory, placement: Placement) -> tuple[DiskWindow | None, WeightReader | None]:
+    if not placement.has_disk:
+        return None, None
+    assert memory.disk is not None
+    window = DiskWindow(memory.disk, memory, num_slots=NUM_UPDATE_SLOTS, slot_bytes=placement.update_slot_bytes)
+    on_disk = [home for home in homes if home.place.weights == DISK_TIER]
+    if not on_disk:
+        return window, None
+    delay_seconds = placement.options.lane_delay_seconds
+    reader = WeightReader(on_disk, memory.disk, memory, num_slots=NUM_WEIGHT_SLOTS, delay_seconds=delay_seconds)
+    return window, reader
 
 
 def _rings(homes: list[Home], memory: HostMemory, device: torch.device, options: StreamOptions) -> dict[str, SlabRing]:
@@ -40,7 +55,7 @@ def _rings(homes: list[Home], memory: HostMemory, device: torch.device, options:
         sizes = [
             home.gradient_layout().numel * home.grad_dtype.itemsize
             for home in homes
-            if home.wire.device.type == kind and home.is_trainable
+            if home.grads.device.type == kind and home.is_trainable
         ]
         if sizes and kind not in rings:
             slabs = [source.empty(max(sizes), pinned=True) for _ in range(options.max_drains + 1)]

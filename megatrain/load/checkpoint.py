@@ -43,6 +43,10 @@ class _Outline:
         return torch.empty(self.shape, device="meta")
 
 
+class WholeModelError(UserError):
+    """The checkpoint cannot be read a layer at a time."""
+
+
 class Checkpoint:
     """What the files hold for `model`. Making one reads headers and persistent buffers.
 
@@ -120,7 +124,7 @@ class Checkpoint:
             wrong = {name for name, *_ in info.mismatched_keys}
             made = self._expected - info.missing_keys - wrong
             if others := made - self._parameters:
-                raise UserError(
+                raise WholeModelError(
                     f"{min(others)} is no parameter, but made by a conversion of the checkpoint: that cannot be done a "
                     "layer at a time; load the model whole, mt.stream(AutoModelForCausalLM.from_pretrained(...))"
                 )

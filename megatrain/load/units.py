@@ -69,7 +69,12 @@ class WeightSource:
     @property
     def num_units(self) -> int:
         """How many units there are to make."""
-        return len({(id(maker), maker.unit_of(alias)) for maker, alias in self._origin.values()})
+        return len({self.unit_of(name) for name in self._origin})
+
+    def unit_of(self, name: str) -> tuple[int, str | None]:
+        """What is made together with `name`."""
+        maker, alias = self._origin[name]
+        return id(maker), maker.unit_of(alias)
 
     def __call__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._ready:

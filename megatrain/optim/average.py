@@ -12,8 +12,8 @@ from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.formula import ema_
 from megatrain.optim.states import EMA, State
-from megatrain.plan.placement import HBM
-from megatrain.plan.rows import host_bytes, lossless_bytes
+from megatrain.plan.placement import HBM_TIER
+from megatrain.plan.rows import host_bytes
 from megatrain.store.home import Home
 from megatrain.store.masters import join
 
@@ -24,9 +24,8 @@ PIECE = 1 << 18
 def require(engine: Engine, parameters: Iterable[HomeParameter]) -> None:
     """Raises UserError when averages of `parameters` do not fit beside all that the plan counted, averages apart."""
     memory, placement = engine.memory, engine.placement
-    average_bytes = 4 * sum(parameter.numel() for parameter in parameters if parameter._home.place != HBM)
-    planned_bytes = host_bytes(placement) - lossless_bytes(placement)
-    missing_bytes = planned_bytes + average_bytes - memory.ram_bytes - memory.disk_bytes
+    average_bytes = 4 * sum(parameter.numel() for parameter in parameters if parameter._home.place.moments != HBM_TIER)
+    missing_bytes = host_bytes(placement) + average_bytes - memory.ram_bytes
     memory.require(max(0, missing_bytes), "training with an average of the weights (ema_decay)")
 
 
@@ -34,13 +33,15 @@ def move(
     home: Home, parameters: Sequence[HomeParameter], own_states: Mapping[HomeParameter, State], decay: float
 ) -> None:
     """One step of the averages of parameters that had no gradient in it: their weights stay, the averages follow."""
+    home.tiers[home.place.moments].expose()
     with torch.no_grad():
         for parameter in parameters:
             field, average = parameter._field, own_states[parameter][EMA].view(-1)
             weights = home.weights(field).view(-1)
             for start in range(0, field.numel, PIECE):
                 cut = slice(start, start + PIECE)
-                now = join(weights[cut], home.low_half(field)[cut]) if field.is_split else weights[cut].float()
+                now = weights[cut].to(average.device)
+                now = join(now, home.low_half(field)[cut].to(average.device)) if field.is_split else now.float()
                 ema_(average[cut], now, decay)
 
 

@@ -30,7 +30,7 @@ from megatrain.optim.skipped import SkippedSteps, first_bad_layer
 from megatrain.optim.update import Measure
 from megatrain.optim.updaters import Updaters
 from megatrain.spec.layout import Field
-from megatrain.store.home import Home
+from megatrain.store.home import Home, expose_held
 from megatrain.store.lending import Lending
 from megatrain.store.rounding import make_key
 
@@ -86,7 +86,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if engine is None:
             raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
-        self._updaters = Updaters(engine.device, num_threads, kernel)
+        self._updaters = Updaters(engine.device, num_threads, kernel, engine.transport.window)
         if engine.config.clip == "layer":
             checks.check_single_consumer(engine)
             engine.consumer = weakref.WeakMethod(self._consume)
@@ -160,15 +160,14 @@ class HomeOptimizer(torch.optim.Optimizer):
         If any gradient is infinite or NaN, nothing is updated and nothing counted: `step_was_skipped` is then True.
         Raises NonFiniteError when that has happened more than `max_skipped_steps` times in a row.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         engine = self._engine
         assert engine is not None
         engine.check_trainable()
         checks.check_rules(self.param_groups, self.rule, self._rules)
         engine.transport.flush()
+        is_looked_at = expose_held(self._members, self._lending.is_any_out)
         if engine.config.clip == "layer":
             bad = [home.name for home in engine.consumed if not math.isfinite(home.grads.arrived_norm)]
             self._skips.judge(bad[0] if bad else None, is_whole_step=False)
@@ -179,7 +178,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             homes = [] if self.step_was_skipped else self._homes_in_order(engine)
         for home in homes:
             self._update(engine, home)
-        if self._lending.is_any_out or any(home.grads.is_lent for home in self._members):
+        if is_looked_at:
             self._wait()
         engine.end_step()
         return loss

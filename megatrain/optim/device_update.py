@@ -1,4 +1,5 @@
-"""Runs updates on a device: of segments that lie there, or of segments in host memory that stream through it.
+"""Runs updates on a device: of segments that lie there, or of segments in host memory, in part or whole, that stream
+through it.
 
 The update is the Triton kernel's, or where there is none (no Triton, a rule that it does not know) the definition in
 PyTorch, a piece at a time.
@@ -15,7 +16,6 @@ What it gives up: staging memory is kept for the next run, and is as large as th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -27,10 +27,10 @@ from megatrain.base.errors import UserError
 from megatrain.optim import definition, rules
 from megatrain.optim.formula import SGDScalars
 from megatrain.optim.segment import Segment
+from megatrain.optim.tensors import tensors_of, with_tensors
 from megatrain.optim.update import Measure
 from megatrain.plan.placement import STAGING_BYTES
 from megatrain.spec.formats import BLOCK
-from megatrain.store.codecs import Stored
 
 log = logging.getLogger(__name__)
 
@@ -116,10 +116,15 @@ class _Staging:
         """Enqueue the way of `piece` up, its update and its way down. Returns what `enqueue` does."""
         with self._on_stream():
             staged = self._stage(piece)
-            for host, device in zip(_tensors(piece), _tensors(staged), strict=True):
+            pairs = [
+                (host, device)
+                for host, device in zip(tensors_of(piece), tensors_of(staged), strict=True)
+                if host is not device
+            ]
+            for host, device in pairs:
                 device.copy_(host, non_blocking=True)
             sums = enqueue(staged)
-            for host, device in zip(_tensors(piece), _tensors(staged), strict=True):
+            for host, device in pairs:
                 if host is not piece.grad:
                     host.copy_(device, non_blocking=True)
         return sums
@@ -130,44 +135,21 @@ class _Staging:
             self._stream.synchronize()
 
     def _stage(self, piece: Segment) -> Segment:
-        """A segment in this memory with the shapes of `piece`."""
+        """A segment in this memory with the shapes of `piece`; what lies on the device already stays where it is."""
         start_bytes = 0
 
         def place(tensor: Tensor) -> Tensor:
             nonlocal start_bytes
+            if tensor.device.type != "cpu":
+                return tensor
             placed = self.memory[start_bytes : start_bytes + tensor.nbytes].view(tensor.dtype)
             start_bytes += _round_up(tensor.nbytes)
             return placed
 
-        return _with_tensors(piece, place)
+        return with_tensors(piece, place)
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def _tensors(segment: Segment) -> list[Tensor]:
-    """All tensors of a segment, always in one order."""
-    found: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _with_tensors(segment, add)
-    return found
-
-
-def _with_tensors(segment: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
-    """The segment with `change(tensor)` in place of each of its tensors."""
-    ema = segment.ema
-    return dataclasses.replace(
-        segment,
-        weights=change(segment.weights),
-        low=None if segment.low is None else change(segment.low),
-        grad=change(segment.grad),
-        states=tuple(Stored(stored.format, *map(change, stored.tensors)) for stored in segment.states),
-        ema=None if ema is None else dataclasses.replace(ema, average=change(ema.average)),
-    )
 
 
 def _pieces(segment: Segment, numel: int) -> Iterator[Segment]:
@@ -178,14 +160,14 @@ def _pieces(segment: Segment, numel: int) -> Iterator[Segment]:
 
 def _staging_pieces(segment: Segment) -> Iterator[Segment]:
     """Parts that fit in STAGING_BYTES."""
-    tensors = _tensors(segment)
-    block_bytes = sum(tensor.nbytes for tensor in _tensors(segment.part(0, BLOCK)))
+    tensors = tensors_of(segment)
+    block_bytes = sum(tensor.nbytes for tensor in tensors_of(segment.part(0, BLOCK)))
     num_blocks = (STAGING_BYTES - _ALIGNMENT_BYTES * len(tensors)) // max(1, block_bytes)
     return _pieces(segment, BLOCK * max(1, num_blocks))
 
 
 def _staged_bytes(piece: Segment) -> int:
-    return sum(_round_up(tensor.nbytes) for tensor in _tensors(piece))
+    return sum(_round_up(tensor.nbytes) for tensor in tensors_of(piece))
 
 
 def _round_up(num_bytes: int) -> int:

@@ -36,11 +36,11 @@ from megatrain.optim.lossless_update import LosslessSegment
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import Measure
-from megatrain.plan.placement import STREAM
+from megatrain.plan.placement import HBM_TIER, RAM, Place
 from megatrain.spec.formats import BLOCK
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
-from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.store.tier import Tier
 
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 _LOOKED_UP_OR_SLID = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
@@ -83,7 +83,7 @@ class Muon(HomeOptimizer):
         adamw_weight_decay: float = 1e-2,
         **options: Any,
     ) -> None:
-        self._workspaces: dict[str, Workspace] = {}
+        self._workspaces: dict[Place, Workspace] = {}
         self._adamw = {"lr": adamw_lr, "betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay}
         defaults = {
             "lr": lr,
@@ -149,7 +149,7 @@ class Muon(HomeOptimizer):
                 measures += self._update_matrices(home.place, update, measure)
         return measures
 
-    def _update_matrices(self, place: str, update: MatrixUpdate, measure: bool) -> list[Measure | None]:
+    def _update_matrices(self, place: Place, update: MatrixUpdate, measure: bool) -> list[Measure | None]:
         workspace, measures = self._workspaces[place], []
         for part in update.parts():
             direction = workspace.direction[: part.flat.numel]
@@ -162,7 +162,8 @@ class Muon(HomeOptimizer):
         """Memory for the parameter's directions. Each place has an update lane of its own, or shares it one by one."""
         home, shape = parameter._home, parameter._field.shape
         if home.place not in self._workspaces:
-            self._workspaces[home.place] = Workspace(home.memory, parameter._engine.device, home.place == STREAM)
+            tier = home.tiers[HBM_TIER if home.place.is_resident else RAM]
+            self._workspaces[home.place] = Workspace(tier, parameter._engine.device, home.place.is_staged)
         self._workspaces[home.place].reserve(part_numel(shape, is_lossless=self.moments == "lossless"))
 
 
@@ -226,7 +227,7 @@ class Workspace:
         is_streamed: the flat halves copy the direction to the device too.
     """
 
-    def __init__(self, memory: HostMemory | DeviceMemory, device: torch.device, is_streamed: bool) -> None:
+    def __init__(self, memory: Tier, device: torch.device, is_streamed: bool) -> None:
         self.direction = torch.empty(0)
         self._orthogonal = torch.empty(0, dtype=torch.bfloat16)
         self._memory, self._device, self._is_streamed = memory, device, is_streamed

@@ -29,7 +29,8 @@ class Ema:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Parameters that are updated with the same scalars. All tensors are flat and contiguous, on one device."""
+    """Parameters that are updated with the same scalars. All tensors are flat and contiguous, on the host or on one
+    device, some here and some there where they are staged."""
 
     rule: Rule
     scalars: Scalars
@@ -48,23 +49,31 @@ class Segment:
     """Which element of its parameter the segment starts with."""
 
     def __post_init__(self) -> None:
-        n, device = self.grad.numel(), self.grad.device
+        n = self.grad.numel()
         masters = (torch.bfloat16,) if self.low is not None else (torch.float32, torch.bfloat16)
-        _check("weights", self.weights, masters, n, device)
-        _check("grad", self.grad, (torch.float32, torch.bfloat16), n, device)
+        _check("weights", self.weights, masters, n)
+        _check("grad", self.grad, (torch.float32, torch.bfloat16), n)
         if self.low is not None:
-            _check("low", self.low, (torch.int16,), n, device)
+            _check("low", self.low, (torch.int16,), n)
         if len(self.states) != len(self.rule.states):
             raise ValueError(f"Segment.states: {self.rule.name} keeps {len(self.rule.states)}, got {len(self.states)}")
         for state, stored in zip(self.rule.states, self.states, strict=True):
-            _check(state.name, stored.codes, (stored.format.dtype,), stored.format.num_codes(n), device)
+            _check(state.name, stored.codes, (stored.format.dtype,), stored.format.num_codes(n))
             if stored.format.is_block:
                 assert stored.scales is not None
-                _check(f"{state.name} scales", stored.scales, (torch.float32,), stored.format.num_scales(n), device)
+                _check(f"{state.name} scales", stored.scales, (torch.float32,), stored.format.num_scales(n))
+        devices = {tensor.device for tensor in self._tensors()} - {torch.device("cpu")}
+        if len(devices) > 1 or torch.device("meta") in devices:
+            raise ValueError(f"Segment: tensors lie on the host or on one device, not on {sorted(map(str, devices))}")
         if len({stored.format.name for stored in self.states}) > 1:
             raise ValueError("Segment.states must be of one format: a first moment is coded beside its second")
         if self.ema is not None:
-            _check("ema", self.ema.average, (torch.float32,), n, device)
+            _check("ema", self.ema.average, (torch.float32,), n)
+
+    def _tensors(self) -> list[Tensor]:
+        optional = (self.low, None if self.ema is None else self.ema.average)
+        stored = [tensor for state in self.states for tensor in state.tensors]
+        return [self.weights, self.grad, *stored, *(tensor for tensor in optional if tensor is not None)]
 
     @property
     def numel(self) -> int:
@@ -90,13 +99,11 @@ class Segment:
         )
 
 
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, device: torch.device) -> None:
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
     """Raise ValueError unless the tensor is what a Segment says."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"Segment.{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.device != device or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"Segment.{name} must be flat and contiguous on {device}, got {tuple(tensor.shape)} on {tensor.device}"
-        )
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"Segment.{name} must be flat and contiguous, got {tuple(tensor.shape)}")
     if tensor.numel() != numel:
         raise ValueError(f"Segment.{name} has {tensor.numel()} elements instead of {numel}")

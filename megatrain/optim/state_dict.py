@@ -181,6 +181,7 @@ class Load:
     @torch.no_grad()
     def run(self) -> None:
         """Overwrite the own state."""
+        self._parameter._home.expose()
         if self.starts_average:
             self._own[EMA].copy_(self._parameter.master())
         if not self.has_saved:
@@ -276,7 +277,5 @@ class Load:
 def clear_state(own: State) -> None:
     """Step and moments as before the first step."""
     for name, value in own.items():
-        if isinstance(value, LosslessMoment):
-            own[name] = LosslessMoment(value.numel)
-        elif name != EMA:
+        if name != EMA:
             value.zero_()

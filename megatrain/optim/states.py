@@ -20,15 +20,18 @@ import torch
 from megatrain.base.errors import RefusedError
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.rules import Rule
+from megatrain.plan.placement import DISK_TIER
 from megatrain.spec.formats import FORMATS
 from megatrain.store.codecs import Stored
 from megatrain.store.home import Home
 from megatrain.store.lending import Lending
 from megatrain.store.lossless import LosslessMoment
+from megatrain.store.tier import PAGE_BYTES
 
 State = dict[str, Any]
 
-ALIGN_BYTES = 256
+ALIGN_BYTES = PAGE_BYTES
+"""So that states on disk go past the page cache."""
 LOSSLESS = "lossless"
 EMA = "ema"
 
@@ -50,18 +53,24 @@ def make_states(
     starts = [0]
     for _, _, dtype, count in sizes:
         starts.append(-(-(starts[-1] + count * dtype.itemsize) // ALIGN_BYTES) * ALIGN_BYTES)
-    block = home.memory.empty(starts[-1], pinned=home.place == "stream")
+    block = home.tiers[home.place.moments].empty(starts[-1], pinned=home.place.is_staged)
     made: dict[HomeParameter, State] = {p: {"step": torch.zeros((), dtype=torch.float32)} for p in rules}
     for (parameter, name, dtype, count), start in zip(sizes, starts, strict=False):
         tensor = block[start : start + count * dtype.itemsize].view(dtype)
         made[parameter][name] = tensor if "." in name else tensor.view(parameter.shape)
     for parameter, rule in rules.items() if moments == LOSSLESS else ():
         for state in rule.states:
-            made[parameter][f"{state.name}.{LOSSLESS}"] = LosslessMoment(parameter.numel())
+            made[parameter][f"{state.name}.{LOSSLESS}"] = _lossless(home, parameter.numel())
     if has_ema:
         for parameter in rules:
             made[parameter][EMA].copy_(home.read(parameter._field))
     return made
+
+
+def _lossless(home: Home, numel: int) -> LosslessMoment:
+    if home.place.moments != DISK_TIER:
+        return LosslessMoment(numel)
+    return LosslessMoment(numel, home.tiers[DISK_TIER].empty(4 * numel))
 
 
 def stored(state: State, rule: Rule, moments: str) -> tuple[Stored, ...]:
@@ -125,6 +134,7 @@ class LentStates(Mapping[HomeParameter, State]):
         if parameter not in self:
             raise KeyError(parameter)
         parameter._home.updated.wait()
+        parameter._home.expose()
         return _LentState(
             (name, self._lending.lend(value) if isinstance(value, torch.Tensor) and name != "step" else value)
             for name, value in self._own[parameter].items()

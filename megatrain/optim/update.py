@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.base.cgroup import cpu_quota
 from megatrain.base.errors import UserError
 from megatrain.optim.kernel import Kernel, load_kernel
 from megatrain.optim.segment import Segment
@@ -114,10 +115,11 @@ def _find_kernel(name: str) -> Kernel | None:
 
 
 def _num_usable_cores() -> int:
-    """Cores that this process may run on. (Not OMP_NUM_THREADS: launchers set it to 1.)"""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may run on, of which a container may have a share. (Not OMP_NUM_THREADS: launchers set it
+    to 1.)"""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return num_cores if quota is None else max(1, min(num_cores, math.ceil(quota)))
 
 
 def _default_num_threads(num_cores: int) -> int:

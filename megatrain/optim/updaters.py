@@ -1,4 +1,4 @@
-"""Where updates run: by the CPU, on the device, or streamed through it, after the place of the home."""
+"""Where updates run, by the place of the home: by the CPU, from disk too, or on the device, streamed through it too."""
 
 from __future__ import annotations
 
@@ -8,35 +8,43 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from megatrain.optim.device_update import DeviceUpdater
+from megatrain.optim.disk_update import DiskUpdater
 from megatrain.optim.lossless_update import LosslessSegment, update_lossless
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import CpuUpdater, Measure
-from megatrain.plan.placement import CPU, HBM
+from megatrain.plan.placement import DISK_TIER, HBM, Place
+from megatrain.transport.disk import DiskWindow
 
 
 class Updaters:
     """
     Args:
-        device: where homes of the places "hbm" and "stream" are updated.
+        device: where homes whose place says so are updated.
         num_threads, kernel: of the CPU update (see `CpuUpdater`).
+        window: to the disk; None: what lies there is updated where it is mapped.
     """
 
-    def __init__(self, device: torch.device, num_threads: int | None, kernel: str) -> None:
+    def __init__(self, device: torch.device, num_threads: int | None, kernel: str, window: DiskWindow | None) -> None:
         self._cpu = CpuUpdater(num_threads, kernel)
         self._device = DeviceUpdater(device)
+        self._disk = None if window is None else DiskUpdater(self._cpu, window)
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, place: str, segments: Sequence[Segment | LosslessSegment], measure: bool) -> Sequence[Measure | None]:
+    def run(
+        self, place: Place, segments: Sequence[Segment | LosslessSegment], measure: bool
+    ) -> Sequence[Measure | None]:
         """Update the segments of a home that lives in `place`. Returns a Measure for each, if asked for."""
         if place == HBM:
             return self._device.run(segments, measure)
-        if place != CPU:
+        if place.update == "device":
             return self._device.run_streamed(segments, measure)
         if any(isinstance(segment, LosslessSegment) for segment in segments):
             if self._pool is None:
                 # Kept from step to step: its threads hold the scratch memory of the code.
                 self._pool = ThreadPoolExecutor(self._cpu.num_threads, thread_name_prefix="megatrain-lossless")
             return update_lossless(self._cpu, self._pool, segments, measure)
+        if self._disk is not None and DISK_TIER in place.tiers.values():
+            return self._disk.run(segments, measure)
         return self._cpu.run(segments, measure)
 
     def close(self) -> None:

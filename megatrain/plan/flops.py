@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megatrain.spec.model import active_share, attention_layers, text_config
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
@@ -43,9 +45,8 @@ def counted_flops(work: ModelWork, lengths: Iterable[int]) -> int:
 
 def model_work(model: nn.Module) -> ModelWork:
     """Counts from the module tree and, where there is one, the transformers config."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    active_share = _active_share(config)
+    config = text_config(model)
+    share = active_share(config)
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     get_head = getattr(model, "get_output_embeddings", None)
@@ -57,33 +58,9 @@ def model_work(model: nn.Module) -> ModelWork:
         if parameter.dim() < 2 or id(parameter) in looked_up:
             continue
         is_expert = ".experts." in name
-        matrix += int(parameter.numel() * active_share) if is_expert else parameter.numel()
+        matrix += int(parameter.numel() * share) if is_expert else parameter.numel()
     return ModelWork(
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         matrix_parameters=matrix,
-        attention_width=_attention_width(config),
+        attention_width=sum(attention.width for attention in attention_layers(config) if attention is not None),
     )
-
-
-def _active_share(config: object) -> float:
-    num_active = getattr(config, "num_experts_per_tok", None)
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        num_experts = getattr(config, name, None)
-        if num_active and num_experts:
-            return num_active / num_experts
-    return 1.0
-
-
-def _attention_width(config: object) -> int:
-    num_heads = getattr(config, "num_attention_heads", None)
-    hidden = getattr(config, "hidden_size", None)
-    if not num_heads or not hidden:
-        return 0
-    layer_types = getattr(config, "layer_types", None)
-    num_layers = getattr(config, "num_hidden_layers", 0)
-    if layer_types:
-        num_layers = sum("attention" in kind and "linear" not in kind for kind in layer_types)
-    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
-    key_dim = getattr(config, "qk_head_dim", None) or head_dim
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
-    return num_layers * num_heads * (key_dim + value_dim)

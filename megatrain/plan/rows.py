@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB
-from megatrain.plan.placement import HBM, NUM_MOMENTS, STAGING_BYTES, STREAM, place_homes, state_bytes
-from megatrain.spec.formats import most_moment_bytes
+from megatrain.plan.placement import DISK_TIER, HBM_TIER, PARTS, RAM, STAGING_BYTES, Place, part_bytes, place_homes
 from megatrain.spec.homes import HomePlan
 from megatrain.spec.layout import wire_bytes
 
@@ -18,13 +17,21 @@ BOUNDARY_SHARE = 0.4
 """Of the device memory beside slots and gradients: boundary activations. The rest is the working set of one layer and
 one micro-batch's loss, which is not known before a batch is seen."""
 
+NUM_UPDATE_SLOTS = 6
+UPDATE_SLOT_BYTES = 32 << 20
+"""Host slots for states of homes on disk: one is updated, the others are on their way in or out."""
+SLACK_BYTES = 4 * 4096
+"""For a field's part on disk, which may begin and end within pages."""
+NUM_WEIGHT_SLOTS = 2
+"""Host slots for weights on their way from disk to the device, each as large as the largest of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of the plan."""
 
     tier: str
-    """`ram` or `hbm`."""
+    """`hbm`, `ram` or `disk`."""
 
     name: str
     num_bytes: int
@@ -37,93 +44,144 @@ class Placement:
     plans: list[HomePlan]
     trainable: set[int]
     """ids of the parameters that train (keys of `HomePlan.parameters`)."""
-    places: dict[HomePlan, str]
+    places: dict[HomePlan, Place]
     config: Config
     options: StreamOptions
 
     @property
-    def in_ram(self) -> list[HomePlan]:
-        return [plan for plan in self.plans if self.places[plan] != HBM]
+    def streamed(self) -> list[HomePlan]:
+        """Homes whose weights cross the link."""
+        return [plan for plan in self.plans if not self.places[plan].is_resident]
 
     @property
-    def in_hbm(self) -> list[HomePlan]:
-        return [plan for plan in self.plans if self.places[plan] == HBM]
+    def on_device(self) -> list[HomePlan]:
+        """Homes whose gradients live on the device."""
+        return [plan for plan in self.plans if self.places[plan].gradients == HBM_TIER]
 
     @property
-    def hbm_home_bytes(self) -> int:
-        keeps = self.config.clip == "global"
-        moments = self.config.moments
-        return sum(state_bytes(p, self.trainable, moments, keeps_gradients=keeps) for p in self.in_hbm)
+    def has_disk(self) -> bool:
+        return any(DISK_TIER in place.tiers.values() for place in self.places.values())
 
     @property
-    def moment_bytes(self) -> int:
-        """Moments in host memory, at most."""
-        trained = [field for plan in self.in_ram for key, field in plan.parameters.items() if key in self.trainable]
-        return NUM_MOMENTS * sum(most_moment_bytes(self.config.moments, field.numel) for field in trained)
+    def update_slot_bytes(self) -> int:
+        """Of one host slot for states on disk: no more than the largest home needs."""
+        most = max((self._disk_bytes(plan) for plan in self.plans), default=0)
+        return min(UPDATE_SLOT_BYTES, most)
+
+    @property
+    def disk_weight_bytes(self) -> int:
+        """Of the largest home whose weights come from disk."""
+        on_disk = [wire_bytes(plan.fields) for plan, place in self.places.items() if place.weights == DISK_TIER]
+        return max(on_disk, default=0)
+
+    def part_bytes(self, part: str, tier: str) -> int:
+        """Bytes of one part of all homes in one tier."""
+        return sum(self._sizes(plan)[part] for plan, place in self.places.items() if place.tiers[part] == tier)
 
     @property
     def update_bytes(self) -> int:
         """Device memory for updates there: gradients on their way where none is kept, staging of streamed states."""
-        ring_bytes = self.ring_bytes(self.in_hbm) if self.config.clip == "layer" else 0
-        return ring_bytes + (2 * STAGING_BYTES if STREAM in self.places.values() else 0)
+        ring_bytes = self.ring_bytes(self.on_device) if self.config.clip == "layer" else 0
+        is_staged = any(place.is_staged for place in self.places.values())
+        return ring_bytes + (2 * STAGING_BYTES if is_staged else 0)
 
     def ring_bytes(self, plans: list[HomePlan]) -> int:
         """Gradients that are on their way to their update, where none is kept."""
         most = max((self._gradient_bytes(plan) for plan in plans), default=0)
         return (self.options.max_drains + 1) * most
 
-    def kept_gradient_bytes(self, plans: list[HomePlan]) -> int:
-        return sum(map(self._gradient_bytes, plans))
+    def host_slot_bytes(self) -> int:
+        """Host memory through which the disk is read and written."""
+        return host_slot_bytes(self.disk_weight_bytes, self.update_slot_bytes)
 
     def _gradient_bytes(self, plan: HomePlan) -> int:
         numel = sum(field.numel for key, field in plan.parameters.items() if key in self.trainable)
         return plan.grad_dtype.itemsize * numel
 
+    def _disk_bytes(self, plan: HomePlan) -> int:
+        """Of a home on disk, each of its tensors in whole pages with one to spare."""
+        on_disk = [part for part, tier in self.places[plan].tiers.items() if tier == DISK_TIER]
+        return sum(self._sizes(plan)[part] + SLACK_BYTES * len(plan.fields) for part in on_disk)
+
+    def _sizes(self, plan: HomePlan) -> dict[str, int]:
+        keeps = self.config.clip == "global"
+        return part_bytes(plan, self.trainable, self.config.moments, keeps_gradients=keeps)
+
+
+def host_slot_bytes(weight_bytes: int, update_slot_bytes: int = UPDATE_SLOT_BYTES) -> int:
+    """weight_bytes: of the largest home whose weights come from disk."""
+    return NUM_WEIGHT_SLOTS * weight_bytes + NUM_UPDATE_SLOTS * update_slot_bytes
+
 
 def plan_placement(
-    plans: list[HomePlan], trainable: set[int], config: Config, options: StreamOptions, device_bytes: int | None
+    plans: list[HomePlan],
+    trainable: set[int],
+    config: Config,
+    options: StreamOptions,
+    device_bytes: int | None,
+    ram_bytes: int | None = None,
 ) -> Placement:
-    """device_bytes: device memory that may be used in all; None where the host is the device."""
+    """
+    Args:
+        device_bytes: device memory that may be used in all; None where the host is the device.
+        ram_bytes: host memory that may be used in all; what is over goes to disk. None: there is no disk to go to.
+    """
     fixed_bytes = _slot_bytes(plans, options) + _gradient_bytes(plans, options)
     spare_bytes = None if device_bytes is None else max(0, device_bytes - fixed_bytes)
-    places = place_homes(plans, trainable, config, options, spare_bytes)
-    return Placement(plans=plans, trainable=trainable, places=places, config=config, options=options)
+
+    def placed(homes_bytes: int | None) -> Placement:
+        places = place_homes(plans, trainable, config, options, spare_hbm_bytes=spare_bytes, ram_bytes=homes_bytes)
+        return Placement(plans=plans, trainable=trainable, places=places, config=config, options=options)
+
+    placement = placed(ram_bytes)
+    if ram_bytes is None or not placement.has_disk:
+        return placement
+    # What is read from disk passes through host memory too.
+    rest_bytes = host_bytes(placement) - sum(placement.part_bytes(part, RAM) for part in PARTS)
+    return placed(max(0, ram_bytes - rest_bytes - placement.disk_weight_bytes))
 
 
 def memory_rows(placement: Placement) -> list[Row]:
     """What is allocated before activations."""
     plans, options, config = placement.plans, placement.options, placement.config
-    fields = [field for plan in placement.in_ram for field in plan.fields]
-    if config.clip == "global":
-        gradients = Row(
-            tier="ram",
-            name="gradients, kept for the exact norm",
-            num_bytes=placement.kept_gradient_bytes(placement.in_ram),
-        )
-    else:
-        gradients = Row(tier="ram", name="gradients on their way", num_bytes=placement.ring_bytes(placement.in_ram))
+    names = {
+        "weights": "compute weights (cross the link)",
+        "low": "low halves of fp32 masters",
+        "moments": f"moments, {config.moments}",
+        "gradients": "gradients, kept for the exact norm",
+    }
     rows = [
-        Row(tier="ram", name="compute weights (cross the link)", num_bytes=sum(field.wire_bytes for field in fields)),
-        Row(tier="ram", name="low halves of fp32 masters", num_bytes=sum(2 * f.numel for f in fields if f.is_split)),
-        Row(tier="ram", name=f"moments, {config.moments}", num_bytes=placement.moment_bytes),
-        gradients,
-        Row(tier="hbm", name="layers that live on the device", num_bytes=placement.hbm_home_bytes),
-        Row(tier="hbm", name="updates on the device", num_bytes=placement.update_bytes),
-        Row(tier="hbm", name="slots", num_bytes=_slot_bytes(placement.in_ram, options)),
-        Row(tier="hbm", name="gradient sums and drains", num_bytes=_gradient_bytes(plans, options)),
-        Row(tier="hbm", name="resident weights", num_bytes=sum(wire_bytes(p.fields) for p in plans if not p.layers)),
+        Row(tier=tier, name=name, num_bytes=placement.part_bytes(part, tier))
+        for tier in (RAM, DISK_TIER)
+        for part, name in names.items()
+    ]
+    home_bytes = sum(placement.part_bytes(part, HBM_TIER) for part in PARTS)
+    if config.clip == "layer":
+        streamed = [plan for plan in plans if plan not in placement.on_device]
+        rows.append(Row(tier=RAM, name="gradients on their way", num_bytes=placement.ring_bytes(streamed)))
+    rows += [
+        Row(tier=RAM, name="host slots of the disk", num_bytes=placement.host_slot_bytes()),
+        Row(tier=HBM_TIER, name="layers that live on the device", num_bytes=home_bytes),
+        Row(tier=HBM_TIER, name="updates on the device", num_bytes=placement.update_bytes),
+        Row(tier=HBM_TIER, name="slots", num_bytes=_slot_bytes(placement.streamed, options)),
+        Row(tier=HBM_TIER, name="gradient sums and drains", num_bytes=_gradient_bytes(plans, options)),
+        Row(tier=HBM_TIER, name="resident weights", num_bytes=sum(wire_bytes(p.fields) for p in plans if not p.layers)),
     ]
     return [row for row in rows if row.num_bytes]
 
 
-def lossless_bytes(placement: Placement) -> int:
-    """Moments of varying size, at most. They lie in memory whatever else goes to disk."""
-    return placement.moment_bytes if placement.config.moments == "lossless" else 0
-
-
 def host_bytes(placement: Placement) -> int:
     """Host memory that training needs: weights, moments, gradients."""
-    return sum(row.num_bytes for row in memory_rows(placement) if row.tier == "ram")
+    return _tier_bytes(placement, RAM)
+
+
+def disk_bytes(placement: Placement) -> int:
+    """Of files in offload_dir."""
+    return _tier_bytes(placement, DISK_TIER)
+
+
+def _tier_bytes(placement: Placement, tier: str) -> int:
+    return sum(row.num_bytes for row in memory_rows(placement) if row.tier == tier)
 
 
 def check_device_memory(plans: list[HomePlan], config: Config, options: StreamOptions) -> StreamOptions:
@@ -157,8 +215,8 @@ def activation_bytes(placement: Placement, device_bytes: int | None) -> int:
         return options.activation_bytes
     if device_bytes is None:
         return UNBOUNDED
-    slot_bytes = _slot_bytes(placement.in_ram, options)
-    home_bytes = placement.hbm_home_bytes + placement.update_bytes
+    slot_bytes = _slot_bytes(placement.streamed, options)
+    home_bytes = sum(placement.part_bytes(part, HBM_TIER) for part in PARTS) + placement.update_bytes
     fixed_bytes = slot_bytes + _gradient_bytes(placement.plans, options) + home_bytes
     return max(0, int(BOUNDARY_SHARE * (device_bytes - fixed_bytes)))
 

@@ -2,12 +2,14 @@
 
 Rule: a parameter that the folder does not have is an error, never a silent leftover of the old weights.
 Host memory grows by one group of tensors, not by the model, except for architectures whose files name their weights
-differently from the live model (fused experts): those are read once as a plain model beside it.
+differently from the live model (fused experts): those are read as a plain model beside it, a layer at a time where
+`mt.init` was called.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,10 @@ from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 
+logger = logging.getLogger("megatrain")
+
 GROUP_BYTES = GIB
+OPTIMIZER_NAME = "optimizer.pt"
 LOW_HALVES_NAME = "master_low_halves.safetensors"
 LOW_HALF_BYTES = 2
 
@@ -95,12 +100,27 @@ def read_exact(model: nn.Module, engine: Engine, folder: Path, *, required: bool
     path = folder / LOW_HALVES_NAME
     if not cut or not (path.is_file() or required):
         return
+    if not path.is_file() and _is_from_elsewhere(folder):
+        logger.warning(
+            "%s was saved by plain transformers: its bf16 weights are whole, and masters start as they", folder
+        )
+        engine.wait()
+        for home, field in cut:
+            # What was there before is of other weights.
+            home.low_half(field).zero_()
+        return
     if not path.is_file():
         raise UserError(f"{folder} has no {LOW_HALVES_NAME}, so its bf16 weights lack half of their fp32 masters")
     engine.wait()
     with safe_open(path, framework="pt") as file:
         for home, field in cut:
             home.low_half(field).copy_(file.get_tensor(field.name))
+
+
+def _is_from_elsewhere(folder: Path) -> bool:
+    """Whether the optimizer that is saved in `folder` is one of PyTorch, whose bf16 weights have no other master."""
+    optimizer = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+    return "moments" not in optimizer
 
 
 def _cut_fields(engine: Engine) -> Iterator[tuple[Home, Field]]:
@@ -134,7 +154,17 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _tensors_of_plain(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
     plain_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, StreamedModel))
-    yield from plain_class.from_pretrained(folder, dtype="auto").state_dict().items()
+    state = plain_class.from_pretrained(folder, dtype="auto").state_dict(keep_vars=True)
+    seen: set[int] = set()
+    while state:
+        name, value = state.popitem(last=False)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield name, value.detach()
+        if isinstance(value, nn.Parameter):
+            # Given up as it is copied: where the weights are still in their files, a layer is in memory at a time.
+            value.data = torch.empty(0, dtype=value.dtype)
 
 
 def _missing(model: nn.Module, seen: set[str]) -> list[str]:

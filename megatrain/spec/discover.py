@@ -152,7 +152,7 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
             )
         if parameter.layout is not torch.strided:
             raise UserError(f"{name} is {parameter.layout}: mt.stream takes dense weights; call .to_dense() first")
-        if type(parameter.data) is not torch.Tensor:
+        if _has_values(parameter) and type(parameter.data) is not torch.Tensor:
             raise UserError(
                 f"{name} is a {type(parameter.data).__name__}: mt.stream takes plain tensors; load the model "
                 "without sharding or quantisation"
@@ -172,11 +172,16 @@ def check_weights(model: nn.Module, *, may_be_meta: bool) -> None:
             )
 
 
+def _has_values(parameter: nn.Parameter) -> bool:
+    """Neither on the meta device nor still in a file (`execute/deferred.py`)."""
+    return parameter.device.type != "meta" and not getattr(parameter, "is_deferred", False)
+
+
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Parameters that are two objects over the same memory would be two weights from here on."""
     places = []
     for name, parameter in model.named_parameters():
-        if parameter.device.type != "meta" and parameter.numel() > 0:
+        if _has_values(parameter) and parameter.numel() > 0:
             num_elements = span(parameter.data)
             if num_elements is None:
                 raise UserError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+PAGE_BYTES = 4096
 BLOCK = 128
 """Elements with one scale."""
 
@@ -66,5 +67,11 @@ def num_blocks(numel: int) -> int:
 
 
 def most_moment_bytes(name: str, numel: int) -> int:
-    """Bytes of one moment of `numel` numbers in the format `name`, at most: lossless codes vary with the numbers."""
-    return FORMATS["fp32" if name == "lossless" else name].num_bytes(numel)
+    """Bytes that one moment of `numel` numbers takes up in the format `name`, at most: lossless codes vary with the
+    numbers. Codes and scales each start at a page."""
+    format_ = FORMATS["fp32" if name == "lossless" else name]
+    return _whole_pages(format_.num_codes(numel) * format_.dtype.itemsize) + _whole_pages(4 * format_.num_scales(numel))
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

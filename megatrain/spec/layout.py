@@ -1,6 +1,7 @@
 """Flat layout of a home: where each parameter sits in the bytes that cross the link.
 
-Rule: fields start at multiples of 256 bytes on the wire, so that a view of a slot is as aligned as a tensor of its own.
+Rule: fields start at pages, in every section: a view of a slot is as aligned as a tensor of its own, and a field on disk
+can be read and written alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGN_ELEMENTS = 128
+ALIGN_ELEMENTS = 2048
+"""A page of low halves or of bf16 weights: what lies on disk is read and written by pages."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

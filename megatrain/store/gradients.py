@@ -20,7 +20,7 @@ from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
 from megatrain.store.lending import Lending
-from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.store.tier import Tier
 
 
 class HomeGradients:
@@ -30,7 +30,7 @@ class HomeGradients:
             there is nothing to drop.
     """
 
-    def __init__(self, memory: HostMemory | DeviceMemory, dtype: torch.dtype, *, is_kept: bool = True) -> None:
+    def __init__(self, memory: Tier, dtype: torch.dtype, *, is_kept: bool = True) -> None:
         self.dtype = dtype
         self.is_kept = is_kept
         self.arrived = Fence.done()
@@ -143,6 +143,7 @@ class HomeGradients:
         if field not in self._scaled and self.factor(field) == 1.0:
             if field in self._norms and field not in self._watched:
                 self._watched[field] = self._measure(field)
+            self._memory.expose()
             return self._lendings.setdefault(field, Lending()).lend(self._view(field))
         if field not in self._scaled:
             if self._is_out(field):
@@ -215,6 +216,7 @@ class HomeGradients:
         assert self.layout is not None
         self._forget(field)
         if field in self.layout.offsets and not self._is_out(field):
+            self._memory.expose()
             self._view(field).copy_(fresh)
         else:
             self._apart[field] = fresh
@@ -244,6 +246,7 @@ class HomeGradients:
             if is_out or view.dtype != torch.float32:
                 self._apart[field] = scaled
             else:
+                self._memory.expose()
                 view.copy_(scaled)
 
     def _is_out(self, field: Field) -> bool:

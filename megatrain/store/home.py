@@ -1,20 +1,23 @@
-"""Home: where a layer's weights live for good, in host memory or on the device.
+"""Home: where a layer's weights live for good: in host memory, on the device or on disk.
 
 Two sections: `wire` (what crosses the link, in the compute dtype, page-locked) and `low` (the low halves of split
-masters). Moments belong to the optimizer and gradients to `HomeGradients`; both lie apart.
+masters). Moments belong to the optimizer and gradients to `HomeGradients`; both lie apart. Each has a tier of its own.
 Rule: whoever reads or writes weights waits for `updated` first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from megatrain.base.fence import Fence
-from megatrain.spec.layout import Field, GradientLayout, view_field, wire_bytes
+from megatrain.plan.placement import CPU, Place
+from megatrain.spec.layout import Field, GradientLayout, padded, view_field, wire_bytes
 from megatrain.store.gradients import HomeGradients
 from megatrain.store.lending import Lending
 from megatrain.store.masters import join, split_
-from megatrain.store.memory import DeviceMemory, HostMemory
+from megatrain.store.tier import Tier
 
 
 class Home:
@@ -23,9 +26,9 @@ class Home:
     Args:
         name: the layer's name, for messages.
         fields: its parameters in wire order.
-        memory: where the sections come from.
+        tiers: where sections come from, by tier.
         grad_dtype: dtype of gradients on the wire.
-        place: "cpu", "stream" or "hbm" (`plan/placement.py`).
+        place: tiers of its parts, and where it is updated.
         keeps_gradients: until `zero_grad`; else their update uses them up.
     """
 
@@ -33,23 +36,23 @@ class Home:
         self,
         name: str,
         fields: list[Field],
-        memory: HostMemory | DeviceMemory,
+        tiers: Mapping[str, Tier],
         grad_dtype: torch.dtype,
-        place: str = "cpu",
+        place: Place = CPU,
         *,
         keeps_gradients: bool = True,
     ) -> None:
         self.name = name
         self.fields = fields
-        self.memory = memory
+        self.tiers = tiers
         self.place = place
         self.grad_dtype = grad_dtype
-        self.wire = memory.empty(wire_bytes(fields), pinned=True)
+        self.wire = tiers[place.weights].empty(wire_bytes(fields), pinned=True)
         num_low = sum(1 for field in fields if field.is_split) and _num_elements(fields)
-        self.low = memory.empty(2 * num_low, pinned=place == "stream").view(torch.int16)
+        self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged).view(torch.int16)
         self.updated = Fence.done()
         self.version = 0
-        self.grads = HomeGradients(memory, grad_dtype, is_kept=keeps_gradients)
+        self.grads = HomeGradients(tiers[place.gradients], grad_dtype, is_kept=keeps_gradients)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lending = Lending()
@@ -83,13 +86,15 @@ class Home:
         self.updated.wait()
         if not field.is_split:
             return self.weights(field).to("cpu", copy=True)
-        return join(self.weights(field).view(-1), self.low_half(field)).view(field.shape).cpu()
+        hi = self.weights(field).view(-1)
+        return join(hi, self.low_half(field).to(hi.device)).view(field.shape).cpu()
 
     def saved(self, field: Field) -> torch.Tensor:
         """The field in the dtype its model was loaded in, on the CPU. Shares the home's bytes where it lies there and
         nothing has to be converted."""
         self.updated.wait()
         if field.dtype == field.saved_dtype and self.wire.device.type == "cpu":
+            self.expose()
             return self._lending.lend(self.weights(field))
         return self.read(field).to(field.saved_dtype)
 
@@ -104,7 +109,9 @@ class Home:
 
         Raises RefusedError in a forked process.
         """
-        self.memory.check_process()
+        for tier in self.tiers.values():
+            tier.check_process()
+        self.expose()
         self.updated.wait()
         assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
         if field.is_split and value.dtype == torch.bfloat16:
@@ -117,6 +124,24 @@ class Home:
             self.weights(field).copy_(value.detach())
         self.version += 1
 
+    def expose(self) -> None:
+        """Somebody who is no update is about to change a part, or to hold a view of it."""
+        for tier in self.tiers.values():
+            tier.expose()
+
 
 def _num_elements(fields: list[Field]) -> int:
-    return max(field.offset + field.numel for field in fields)
+    return max(field.offset + padded(field.numel) for field in fields)
+
+
+def expose_held(homes: Iterable[Home], are_states_held: bool) -> bool:
+    """Somebody may have written into what they hold: what was read ahead of homes that are concerned is of no use.
+
+    Returns whether states or gradients are held: nobody may see them half done.
+    """
+    is_any_held = are_states_held
+    for home in homes:
+        is_any_held |= home.grads.is_lent
+        if are_states_held or home.is_lent or home.grads.is_lent:
+            home.expose()
+    return is_any_held

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from megatrain.base.errors import UserError
 from megatrain.store import planes
-from megatrain.store.memory import PAGE_BYTES, round_up
 from megatrain.store.planes import PIECE
+from megatrain.store.tier import PAGE_BYTES, round_up
 
 HEADER_BYTES = 36
 """Of a piece, next to its content, which is never larger than its fp32 numbers."""
@@ -45,11 +45,19 @@ class LosslessMoment:
     A start is a multiple of PIECE; a stop too, or `numel`.
     """
 
-    def __init__(self, numel: int) -> None:
-        """All zeros, which takes HEADER_BYTES a piece. Address space is reserved for `numel` fp32 numbers."""
+    def __init__(self, numel: int, memory: Tensor | None = None) -> None:
+        """All zeros, which takes HEADER_BYTES a piece. Address space is reserved for `numel` fp32 numbers.
+
+        memory: flat uint8 of 4 * numel bytes or more to lie in, a file's for example. None: memory of its own, of which
+            it gives back what it does not need.
+        """
         self.numel = numel
         self._headers = [planes.Header(planes.CONSTANT)] * -(-numel // PIECE)
         self._held_bytes = [0] * len(self._headers)
+        self._mapping: mmap.mmap | None = None
+        if memory is not None:
+            self._memory = memory.numpy()
+            return
         self._mapping = mmap.mmap(-1, max(PAGE_BYTES, round_up(4 * numel, PAGE_BYTES)))
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             _advise(self._mapping, mmap.MADV_NOHUGEPAGE, 0, len(self._mapping))
@@ -57,7 +65,7 @@ class LosslessMoment:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory held now, whole pages counted."""
+        """Bytes held now, whole pages counted."""
         return sum(self._held_bytes) + HEADER_BYTES * len(self._headers)
 
     @property
@@ -99,6 +107,11 @@ class LosslessMoment:
         for start, stop in self.pieces():
             self.encode_(start, values[start:stop].detach().cpu())
 
+    def zero_(self) -> None:
+        """All zeros again."""
+        for number in range(len(self._headers)):
+            self._store(number, planes.Header(planes.CONSTANT), [])
+
     def pack(self) -> Tensor:
         """The moment as one flat uint8 tensor, for a checkpoint."""
         contents = [self._piece_memory(i)[: header.num_bytes] for i, header in enumerate(self._headers)]
@@ -136,7 +149,8 @@ class LosslessMoment:
             offset += len(content)
         self._headers[number] = header
         used_bytes, held_bytes = round_up(offset, PAGE_BYTES), self._held_bytes[number]
-        if held_bytes - used_bytes > _SURPLUS_BYTES and hasattr(mmap, "MADV_REMOVE"):
+        has_surplus = held_bytes - used_bytes > _SURPLUS_BYTES
+        if self._mapping is not None and has_surplus and hasattr(mmap, "MADV_REMOVE"):
             start = 4 * PIECE * number + used_bytes
             if _advise(self._mapping, mmap.MADV_REMOVE, start, held_bytes - used_bytes):
                 held_bytes = used_bytes

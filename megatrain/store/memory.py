@@ -1,4 +1,4 @@
-"""Host memory at exact sizes: anonymous or file-backed mappings, optionally page-locked for the GPU.
+"""The tiers that are memory: of the host, at exact sizes, optionally page-locked for the GPU; and of the device.
 
 PyTorch's pinned allocator rounds to powers of two, which at this scale wastes up to half the host. A mapping of the
 exact size plus `cudaHostRegister` transfers at full speed and takes 0.05-0.1 s/GiB.
@@ -12,55 +12,44 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
-import tempfile
 import weakref
 
-import psutil
 import torch
 
-from megatrain.base.errors import RefusedError, UserError
-from megatrain.base.paths import existing_parent, user_path
+from megatrain.base.cgroup import free_host_bytes
+from megatrain.base.errors import UserError
 from megatrain.base.units import format_bytes
+from megatrain.store.disk_memory import DiskMemory
+from megatrain.store.tier import PAGE_BYTES, OwnProcess, round_up
 
 logger = logging.getLogger("megatrain")
 
-PAGE_BYTES = 4096
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
 
 class HostMemory:
-    """Hands out host buffers within a budget; what does not fit goes to files in `offload_dir`.
+    """Hands out host buffers within a budget; what nobody planned for and does not fit goes to `disk`.
 
     Args:
-        max_bytes: budget for anonymous memory. None: what is free when the first buffer is asked for.
-        offload_dir: folder for the rest. The files are unlinked as soon as they are mapped: nothing is left behind,
-            not even after a kill.
-        pin: page-lock anonymous buffers that are asked for with `pinned=True` (a CUDA device is used).
+        max_bytes: budget for anonymous memory. None: what is free when a buffer is asked for.
+        disk: None: there is no second choice, and what `require` let through is taken from memory.
+        pin: page-lock buffers that are asked for with `pinned=True` (a CUDA device is used).
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, *, max_bytes: int | None, offload_dir: str | os.PathLike[str] | None, pin: bool) -> None:
+    def __init__(self, *, max_bytes: int | None, pin: bool, disk: DiskMemory | None = None) -> None:
         self.max_bytes = max_bytes
-        self.offload_dir = None if offload_dir is None else user_path(offload_dir, "offload_dir")
+        self.disk = disk
         self.ram_bytes = 0
-        self.disk_bytes = 0
         self.pinned_bytes = 0
-        self._pin = pin
-        self._process_id = os.getpid()
         self._reserved_bytes = 0
+        self._pin = pin
+        self._owner = OwnProcess()
 
     def check_process(self) -> None:
-        """Raise RefusedError in a forked process: what it writes, its parent reads."""
-        if os.getpid() != self._process_id:
-            raise RefusedError(
-                "a forked process cannot change a streamed model, whose weights it shares with its parent: change it "
-                "in the process that called mt.stream, or call mt.stream in this one"
-            )
+        self._owner.check()
+
+    def expose(self) -> None:
+        """Nothing: no one reads ahead in memory."""
 
     def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes` (page-aligned start).
@@ -77,11 +66,12 @@ class HostMemory:
             self._account("ram_bytes", mapped_bytes, mapping)
             tensor = torch.frombuffer(mapping, dtype=torch.uint8)
             if pinned and self._pin:
+                # Touched by all threads first: page-locking does it with one.
+                tensor[::PAGE_BYTES].zero_()
                 self._page_lock(tensor, mapping)
             return tensor[:num_bytes]
-        mapping = self._map_file(mapped_bytes)
-        self._account("disk_bytes", mapped_bytes, mapping)
-        return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+        assert self.disk is not None
+        return self.disk.empty(num_bytes)
 
     def _account(self, counter: str, num_bytes: int, mapping: mmap.mmap) -> None:
         """Count `num_bytes` for as long as `mapping` lives."""
@@ -93,70 +83,30 @@ class HostMemory:
 
     def require(self, num_bytes: int, what: str) -> None:
         """Refuse `what` before any work when `num_bytes` more fit nowhere. Raises UserError with the missing bytes."""
-        self._check_folder()
-        free_bytes = self._free_ram_bytes()
-        if num_bytes <= free_bytes:
+        missing_bytes = num_bytes - self.free_bytes()
+        if missing_bytes <= 0:
             return
-        missing_bytes = num_bytes - free_bytes
-        if self.offload_dir is None:
-            left = "are free" if self.max_bytes is None else "are left within the limit max_ram_gb"
-            raise UserError(
-                f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(free_bytes)} {left}: "
-                f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
-            )
-        free_disk_bytes = psutil.disk_usage(str(existing_parent(self.offload_dir))).free
-        if missing_bytes > free_disk_bytes:
-            raise UserError(
-                f"{what} needs {format_bytes(missing_bytes)} in offload_dir={str(self.offload_dir)!r}, which has "
-                f"{format_bytes(free_disk_bytes)} free: make room there, choose a folder on a larger disk, or raise "
-                "max_ram_gb"
-            )
+        if self.disk is not None:
+            self.disk.require(missing_bytes, what)
+            return
+        left = "are free" if self.max_bytes is None else "are left within the limit max_ram_gb"
+        raise UserError(
+            f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(self.free_bytes())} {left}: "
+            f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
+        )
 
-    def reserve(self, num_bytes: int, what: str) -> None:
-        """Keep room in memory for what is not allocated here and cannot go to `offload_dir`.
-
-        Raises UserError when there is not as much.
-        """
-        if num_bytes > self._free_ram_bytes():
-            raise UserError(
-                f"{what} need {format_bytes(num_bytes)} of host memory, and offload_dir cannot take them; "
-                f"{format_bytes(self._free_ram_bytes())} are left: raise max_ram_gb, or choose another format"
-            )
+    def reserve(self, num_bytes: int) -> None:
+        """Keep room for what is not allocated here."""
         self._reserved_bytes += num_bytes
 
-    def _free_ram_bytes(self) -> int:
+    def free_bytes(self) -> int:
+        """What may still be taken from memory."""
         if self.max_bytes is not None:
             return max(0, self.max_bytes - self.ram_bytes - self._reserved_bytes)
-        return max(0, psutil.virtual_memory().available - self._reserved_bytes)
+        return max(0, free_host_bytes() - self._reserved_bytes)
 
     def _fits_in_ram(self, num_bytes: int) -> bool:
-        # Without a folder there is no second choice: what was let through by `require` is taken from memory.
-        return self.offload_dir is None or num_bytes <= self._free_ram_bytes()
-
-    def _check_folder(self) -> None:
-        """Raise UserError when `offload_dir` cannot be written. It is made when it is needed."""
-        if self.offload_dir is None:
-            return
-        try:
-            tempfile.TemporaryFile(dir=existing_parent(self.offload_dir)).close()
-        except OSError as error:
-            raise UserError(
-                f"offload_dir={str(self.offload_dir)!r} cannot be written ({error.strerror}): give a folder that can"
-            ) from error
-
-    def _map_file(self, num_bytes: int) -> mmap.mmap:
-        assert self.offload_dir is not None
-        try:
-            self.offload_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.offload_dir) as file:
-                # posix_fallocate and not truncate: a full disk must be an error here, not a SIGBUS later.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                return mmap.mmap(file.fileno(), num_bytes)
-        except OSError as error:
-            raise UserError(
-                f"offload_dir={str(self.offload_dir)!r}: cannot reserve {format_bytes(num_bytes)} ({error.strerror}): "
-                "make room there, or choose a folder on a larger disk"
-            ) from error
+        return self.disk is None or num_bytes <= self.free_bytes()
 
     def _page_lock(self, tensor: torch.Tensor, mapping: mmap.mmap) -> None:
         code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
@@ -174,13 +124,16 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Device memory for homes that live there. The same verbs as `HostMemory`."""
+    """Device memory, for what lives there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def check_process(self) -> None:
         """Nothing: CUDA itself refuses a forked process."""
+
+    def expose(self) -> None:
+        """Nothing: no one reads ahead in memory."""
 
     def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes`."""

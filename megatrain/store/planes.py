@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatrain.store.memory import round_up
+from megatrain.store.tier import round_up
 
 PIECE = 1 << 18
 """Numbers that are coded together; 1 MiB as fp32."""

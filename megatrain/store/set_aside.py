@@ -52,6 +52,7 @@ class SetAside:
         if home not in self._kept:
             return
         wire, low = self._kept[home]
+        home.expose()
         home.wire.copy_(wire)
         home.low.copy_(low)
         home.version += 1

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from megatrain.base.fence import Fence
-from megatrain.plan.placement import HBM
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
@@ -21,6 +20,7 @@ class SerialStream:
     """Same verbs as `LaneStream`; every verb has done its work when it returns."""
 
     total_device_bytes = 0
+    window = None
     is_idle = True
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class SerialStream:
         """The home's wire section (flat uint8) on the device."""
         self.counters.visit(home)
         home.updated.wait()
-        if home.place == HBM:
+        if home.place.is_resident:
             return home.wire
         self.counters.transfer(home.wire.numel())
         weights = torch.empty(home.wire.numel(), dtype=torch.uint8, device=self.device)

@@ -5,6 +5,7 @@ Lanes: `compute` is the caller; `h2d` fills slots, `d2h` drains gradients, `cpu`
     acquire: predict -> h2d copies home -> slot (after home.updated and slot.used)  -> caller runs behind slot.filled
     release: slot.used stands behind the caller's work
     drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab)
+    disk:    reads weights into a host slot, from which h2d copies; states go through the window of their update
     update:  cpu or device lane changes the home (after the caller's work so far, where that reads the home itself)
 
 Homes on the device take no slot: acquire hands out the home itself, behind `updated`.
@@ -23,9 +24,10 @@ import torch
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
-from megatrain.plan.placement import CPU, HBM
+from megatrain.plan.placement import DISK_TIER
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
+from megatrain.transport.disk import DiskWindow, WeightReader
 from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
@@ -41,6 +43,7 @@ class LaneStream:
         block_bytes: wire bytes of the largest block that is streamed; 0 if none is.
         rings: bounded slabs for gradients that are not kept, by type of the device where they lie. None: homes keep
             their gradients in slabs of their own.
+        window, reader: of states and weights on disk, where there are any.
     """
 
     def __init__(
@@ -50,15 +53,18 @@ class LaneStream:
         device: torch.device,
         options: StreamOptions,
         rings: dict[str, SlabRing] | None = None,
+        window: DiskWindow | None = None,
+        reader: WeightReader | None = None,
     ) -> None:
         self.device = device
+        self.window = window
         self.counters = Counters()
         self.predictor: Predictor[Home] = Predictor()
         self.slots = SlotPool(
             device=device,
             num_slots=options.num_slots if block_bytes else 0,
             block_bytes=block_bytes,
-            largest_bytes=max((home.wire.numel() for home in homes if home.place != HBM), default=0),
+            largest_bytes=max((home.wire.numel() for home in homes if not home.place.is_resident), default=0),
         )
         self._depth = len(self.slots.slots) - 1
         self._rings = rings
@@ -69,8 +75,11 @@ class LaneStream:
         self._d2h = Lane("d2h", device, delay_seconds=delay_seconds)
         self._cpu = Lane("cpu", torch.device("cpu"), delay_seconds=delay_seconds)
         self._lanes = [self._h2d, self._d2h, self._cpu]
+        self._reader = reader
+        if reader is not None:
+            self._lanes.append(reader.lane)
         self._device_update: Lane | None = None
-        if any(home.place != CPU for home in homes):
+        if any(home.place.update == "device" for home in homes):
             self._device_update = Lane("update", device, delay_seconds=delay_seconds)
             self._lanes.append(self._device_update)
         self._in_use: dict[Home, tuple[Slot, int]] = {}
@@ -86,7 +95,7 @@ class LaneStream:
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) in a slot; the caller's stream is ordered behind the copy."""
         self.counters.visit(home)
-        if home.place == HBM:
+        if home.place.is_resident:
             with self.waiting("weights"):
                 home.updated.order(self._compute_stream())
             return home.wire
@@ -114,7 +123,7 @@ class LaneStream:
 
     def release(self, home: Home) -> None:
         """The caller's work so far was the last that reads the weights."""
-        if home.place == HBM:
+        if home.place.is_resident:
             return
         slot, count = self._in_use[home]
         if count > 1:
@@ -149,7 +158,7 @@ class LaneStream:
                 fence.order(self._compute_stream())
         computed = Fence.on_current_stream(self.device)
         self._may_be_draining = True
-        ring = None if self._rings is None else self._rings[home.wire.device.type]
+        ring = None if self._rings is None else self._rings[home.grads.device.type]
         slab, free = (None, Fence.done()) if ring is None else ring.lend(home)
         fence = self._d2h.submit(lambda: self._land(home, packet, slab), after=(home.updated, computed, free))
         home.grads.arrived = fence
@@ -174,7 +183,7 @@ class LaneStream:
 
     def update(self, home: Home, work: Callable[[], None]) -> Fence:
         """Queue an update of `home`, where it is updated, behind its gradients."""
-        if home.place == CPU:
+        if home.place.update == "cpu":
             return self._cpu.submit(work, after=(home.grads.arrived,))
         assert self._device_update is not None
         computed = Fence.on_current_stream(self.device)
@@ -219,8 +228,15 @@ class LaneStream:
             return None
         if slot.home is not None:
             slot.free()
-        target, used = slot.buffer[: home.wire.numel()], slot.used
-        filled = self._h2d.submit(lambda: target.copy_(home.wire, non_blocking=True), after=(used, home.updated))
+        target = slot.buffer[: home.wire.numel()]
+        if home.place.weights == DISK_TIER:
+            assert self._reader is not None
+            turn, source, arrived = self._reader.read(home)
+            filled = self._h2d.submit(lambda: target.copy_(source, non_blocking=True), after=(slot.used, arrived))
+            self._reader.lend(turn, filled)
+        else:
+            after = (slot.used, home.updated)
+            filled = self._h2d.submit(lambda: target.copy_(home.wire, non_blocking=True), after=after)
         slot.fill(home, filled)
         self.counters.transfer(home.wire.numel())
         return slot

@@ -1,0 +1,178 @@
+"""DeferredParameter: a weight that is still in its file, until somebody asks for a value.
+
+After `mt.init`, plain `from_pretrained` of transformers leaves them in large models. `mt.stream` takes each value
+straight to its home. Whoever asks for one before (a forward, `resize_token_embeddings`, `.to(...)`, `state_dict`) gets
+the weights of that layer read: from then on they are plain parameters, the same objects, with the values that plain
+loading gives.
+Rule: what a parameter can tell without its value (shape, dtype, whether it trains) it tells without reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megatrain.base.errors import UserError
+from megatrain.base.units import format_bytes
+from megatrain.execute.functions import METADATA
+
+_SILENT = METADATA | {
+    torch.Tensor.requires_grad.__get__,
+    torch.Tensor.requires_grad.__set__,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.grad.__get__,
+}
+"""Functions that are answered without the value."""
+
+
+class DeferredWeights:
+    """The weights of one model that have not been read yet.
+
+    Args:
+        source: (name, shape, dtype) -> value, once a name.
+        units: name -> the unit that it is made with; a unit is read as a whole.
+    """
+
+    def __init__(
+        self, source: Callable[[str, torch.Size, torch.dtype], torch.Tensor], units: Mapping[str, Hashable]
+    ) -> None:
+        self._source = source
+        self._units = units
+        self._left: dict[Hashable, list[DeferredParameter]] = {}
+        self._lock = threading.RLock()
+
+    def parameter(self, name: str, like: torch.Tensor) -> DeferredParameter:
+        """A parameter of `like`'s shape, dtype, flags and attributes. Call it once a name."""
+        made = DeferredParameter(self, name, like)
+        self._left.setdefault(self._units[name], []).append(made)
+        return made
+
+    def read(self, parameter: DeferredParameter) -> None:
+        """Make the whole unit of `parameter` plain parameters. Raises UserError when it does not fit in memory."""
+        with self._lock:
+            # Somebody else may have read it while this thread waited.
+            if not isinstance(parameter, DeferredParameter):
+                return
+            unit = self._units[parameter._name]
+            self._check_room(self._left[unit])
+            for one in list(self._left[unit]):
+                self.take(one, lambda value: value)
+
+    def take(self, parameter: DeferredParameter, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Read one value; the parameter becomes a plain one of what `keep` returns for it."""
+        with self._lock, _plain_mode():
+            value = self._source(parameter._name, parameter.shape, parameter.dtype)
+            _become(parameter, keep(value))
+            left = self._left[self._units[parameter.__dict__.pop("_name")]]
+            left[:] = [one for one in left if one is not parameter]
+
+    def _check_room(self, parameters: list[DeferredParameter]) -> None:
+        needed_bytes = sum(_num_bytes(one) for one in parameters)
+        free_bytes = psutil.virtual_memory().available
+        if needed_bytes <= free_bytes:
+            return
+        left_bytes = sum(_num_bytes(one) for ones in self._left.values() for one in ones)
+        raise UserError(
+            f"{parameters[0]._name} was asked for before mt.stream, which reads its layer into memory as plain PyTorch "
+            f"does: {format_bytes(needed_bytes)} of {format_bytes(left_bytes)} that are still in files, and "
+            f"{format_bytes(free_bytes)} are free. Call mt.stream(model) first, or give the model to mt.Trainer"
+        )
+
+
+class DeferredParameter(nn.Parameter):
+    """Made by `DeferredWeights.parameter`."""
+
+    is_deferred = True
+
+    def __new__(cls, weights: DeferredWeights, name: str, like: torch.Tensor) -> DeferredParameter:
+        shell = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        return torch.Tensor._make_subclass(cls, shell, like.requires_grad)
+
+    def __init__(self, weights: DeferredWeights, name: str, like: torch.Tensor) -> None:
+        self.__dict__.update(like.__dict__)
+        self._weights, self._name = weights, name
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _SILENT:
+            for value in pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, DeferredParameter):
+                    value.read()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def read(self) -> None:
+        """Become a plain parameter with its value, and with it all of its layer."""
+        self._weights.read(self)
+
+    def take(self, write: Callable[[torch.Tensor], Any]) -> None:
+        """Hand the value to `write` and become an empty plain parameter: the value lives elsewhere from now on."""
+
+        def keep(value: torch.Tensor) -> torch.Tensor:
+            write(value)
+            return torch.empty(0, dtype=value.dtype)
+
+        self._weights.take(self, keep)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the value will be."""
+        return torch.device("cpu")
+
+    @property
+    def is_meta(self) -> bool:
+        return False
+
+    @property
+    def is_cpu(self) -> bool:
+        return True
+
+    @property
+    def is_cuda(self) -> bool:
+        return False
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.read()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.read()
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"DeferredParameter({self._name}, {tuple(self.shape)}, {self.dtype}, not read yet)"
+
+
+def read_deferred(model: nn.Module) -> None:
+    """Read every weight of `model` that is still in a file. Raises UserError when one does not fit in memory."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DeferredParameter):
+            parameter.read()
+
+
+def _become(parameter: DeferredParameter, value: torch.Tensor) -> None:
+    """The same object is a plain parameter afterwards, so whoever holds it (an optimizer, a tied module) has it."""
+    real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    real.__dict__.update(parameter.__dict__)
+    del real.__dict__["_weights"]
+    torch.utils.swap_tensors(parameter, real)
+
+
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """Values are made as in a plain script, wherever one is first asked for (inside inference_mode, under a device)."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        yield
+
+
+def _num_bytes(parameter: DeferredParameter) -> int:
+    return parameter.numel() * parameter.element_size()

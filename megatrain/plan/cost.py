@@ -1,0 +1,130 @@
+"""Seconds and device bytes of a layer's work. Pure.
+
+A layer's time is a sum: matrix products at the machine's rate, attention at a share of it, numbers that pass through
+device memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a multiple of the
+activations that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024 tokens on an
+H200 (forward 581, forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a token eager,
+159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.plan.machine import Machine
+from megatrain.plan.workload import Workload
+from megatrain.spec.homes import HomePlan
+from megatrain.spec.layout import wire_bytes
+from megatrain.spec.model import LayerSpec, ModelSpec
+
+ATTENTION_SHARE = 0.5
+"""Of the rate of matrix products, for causal attention (estimated)."""
+ATTENTION_BACKWARD = 2.5
+"""Its backward in forwards: fused kernels compute the scores again."""
+
+KEPT_PER_OUTPUT = 2.0
+KEPT_PER_HIDDEN = 5.5
+"""Numbers (of the compute dtype) that the backward of a layer keeps, a token: so many for each output of its matrix
+products, and for each element of the hidden state. Qwen2-7B: 238 KB in bf16, against 233 measured."""
+COMPILED_ACTIVATIONS = 0.68
+
+FORWARD_PASSES = {False: 3.2, True: 0.4}
+BACKWARD_PASSES = {False: 9.7, True: 5.7}
+"""Activations that pass through device memory beside matrix products, in layers' activations; by `compile`."""
+
+FORWARD_LAUNCH_SECONDS = 0.3e-3
+BACKWARD_LAUNCH_SECONDS = 0.9e-3
+"""A layer and micro-batch, on top of everything; the backward with its recomputation."""
+
+STEP_SECONDS = 0.05
+"""Of the compute lane, a step: norms, the call of the optimizer, the next batches; fitted as the launches were."""
+
+LOGIT_TRAFFIC_BYTES = 36
+"""That pass through device memory for each logit: cast, softmax, loss, and the way back."""
+LOGIT_BYTES = 18
+"""Held at once for each logit: bf16, fp32, its log-softmax, two gradients in fp32."""
+EARLIER_LOGIT_BYTES = 6
+"""The micro-batch before, whose outputs live until the next ones take their place."""
+
+ALLOCATOR_GAPS = 1.03
+"""Reserved for a byte of the layer at work: what the allocator cannot use again (measured 0-3 %)."""
+
+SUM_TRAFFIC_BYTES = 10
+"""A parameter and micro-batch: a bf16 gradient added to its fp32 sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisitCost:
+    """Seconds of the compute lane for all micro-batches of a step."""
+
+    forward: float
+    backward: float
+    """With recomputation; 0 for a head, whose backward is in the same visit."""
+
+
+def visit_cost(
+    machine: Machine, spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool
+) -> VisitCost:
+    """rows: sequences of a micro-batch."""
+    home, tokens = spec.homes[layer.home], workload.num_tokens
+    num_micro = -(-workload.num_sequences // rows)
+    numel = sum(field.numel for field in home.fields)
+    sums = num_micro * SUM_TRAFFIC_BYTES * numel / machine.hbm_bytes_per_second
+    if layer.kind == "embedding":
+        looked_up = 4 * compute_bytes(spec) * spec.hidden_size * tokens / machine.hbm_bytes_per_second
+        return VisitCost(forward=looked_up, backward=looked_up + sums)
+    rate = machine.matmul_flops_per_second if spec.formats.precision == "bf16" else machine.fp32_flops_per_second
+    products = 2 * layer.matrix_parameters * tokens / rate
+    weights = num_micro * wire_bytes(home.fields) / machine.hbm_bytes_per_second
+    if layer.kind == "head":
+        logits = LOGIT_TRAFFIC_BYTES * spec.vocabulary_size * tokens / machine.hbm_bytes_per_second
+        launches = num_micro * (FORWARD_LAUNCH_SECONDS + BACKWARD_LAUNCH_SECONDS) / 2
+        return VisitCost(forward=3 * products + 3 * weights + logits + sums + launches, backward=0.0)
+    attention = 0.0
+    if layer.attention is not None:
+        pairs = workload.num_sequences * layer.attention.num_pairs(workload.length)
+        attention = 2 * layer.attention.width * pairs / (ATTENTION_SHARE * rate)
+    passing = activation_bytes(spec, layer, compiled=False) * tokens / machine.hbm_bytes_per_second
+    forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
+    backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
+    return VisitCost(
+        forward=forward + num_micro * FORWARD_LAUNCH_SECONDS,
+        backward=forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS,
+    )
+
+
+def compute_bytes(spec: ModelSpec) -> int:
+    """Of a number that the device computes with."""
+    return 2 if spec.formats.precision == "bf16" else 4
+
+
+def activation_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> float:
+    """Kept inside a layer for its backward, a token."""
+    numbers = KEPT_PER_OUTPUT * layer.output_width + KEPT_PER_HIDDEN * spec.hidden_size
+    return compute_bytes(spec) * numbers * (COMPILED_ACTIVATIONS if compiled else 1.0)
+
+
+def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> int:
+    """Device memory of a layer at work on one micro-batch: its activations, or its logits."""
+    tokens = rows * workload.length
+    if layer.kind == "head":
+        is_one = rows >= workload.num_sequences
+        logit_bytes = LOGIT_BYTES + (0 if is_one else EARLIER_LOGIT_BYTES)
+        return int(ALLOCATOR_GAPS * tokens * spec.vocabulary_size * logit_bytes)
+    kept_bytes = activation_bytes(spec, layer, compiled=compiled) if layer.kind == "block" else 0
+    return int(ALLOCATOR_GAPS * tokens * kept_bytes)
+
+
+def device_update_seconds(machine: Machine, sizes: dict[str, int]) -> float:
+    """Of a home whose state lies in device memory: all read and written, the gradients read.
+
+    sizes: bytes by part.
+    """
+    return (
+        2 * (sizes["weights"] + sizes["low"] + sizes["moments"]) + sizes["gradients"]
+    ) / machine.hbm_bytes_per_second
+
+
+def cpu_update_seconds(machine: Machine, home: HomePlan, moments: str) -> float:
+    """With all cores."""
+    return machine.update_ns_per_parameter[moments] * 1e-9 * sum(field.numel for field in home.fields)

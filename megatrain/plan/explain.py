@@ -1,0 +1,175 @@
+"""A plan as data that can be printed: memory by row and tier beside conventional training, time by lane. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.base.units import format_number
+from megatrain.plan.cost import activation_bytes, working_bytes
+from megatrain.plan.placement import TIERS
+from megatrain.plan.planner import Plan
+from megatrain.plan.simulate import COMPUTE, Simulation
+from megatrain.plan.timeline import ROW_NAMES
+from megatrain.spec.model import ModelSpec
+
+
+def conventional_state_bytes(num_parameters: int) -> dict[str, int]:
+    """Row -> bytes of plain PyTorch in fp32 with Adam: all of it in device memory."""
+    return {"weights": 4 * num_parameters, "gradients": 4 * num_parameters, "moments": 8 * num_parameters}
+
+
+def conventional_bytes(plan: Plan) -> dict[str, int]:
+    """Row -> bytes that plain PyTorch would need on the device, with all activations of one sequence."""
+    spec = plan.spec
+    one = dataclasses.replace(plan.workload, num_sequences=1, rows=1)
+    kept = sum(activation_bytes(spec, layer, compiled=False) for layer in spec.layers if layer.kind == "block")
+    head = max(
+        (working_bytes(spec, layer, one, 1, compiled=False) for layer in spec.layers if layer.kind == "head"), default=0
+    )
+    return {**conventional_state_bytes(spec.num_parameters), "activations": int(kept * one.length) + head}
+
+
+def memory_table(plan: Plan) -> dict[str, dict[str, int]]:
+    """Row -> tier -> bytes, at the moment at which that tier is fullest. Each tier's rows add up to its peak."""
+    found: dict[str, dict[str, int]] = {name: dict.fromkeys(TIERS, 0) for name in ROW_NAMES}
+    for row in plan.timeline.rows():
+        found[row.name][row.tier] += row.num_bytes
+    return found
+
+
+def bottleneck(simulation: Simulation) -> tuple[str, str]:
+    """The lane that decides the step's length, and why: compute if it hardly waits, else what it waits for most."""
+    stalls = simulation.stall_seconds()
+    total = sum(stalls.values())
+    if total < 0.05 * simulation.step_seconds:
+        return COMPUTE, "it hardly waits"
+    busy = simulation.busy_seconds()
+    others = {lane: seconds for lane, seconds in busy.items() if lane != COMPUTE}
+    cause = max(stalls, key=lambda name: stalls[name])
+    lane = _CAUSES.get(cause) or max(others, key=lambda name: others[name])
+    if cause == "update":
+        lane = "cpu" if busy.get("cpu", 0.0) >= busy.get("update", 0.0) else "update"
+    return lane, f"compute waits {total / simulation.step_seconds:.0%} of the step, mostly for: {cause}"
+
+
+_CAUSES = {
+    "fetch": "h2d",
+    "bring input": "h2d",
+    "stage states": "h2d",
+    "drain": "d2h",
+    "unstage states": "d2h",
+    "read states": "disk read",
+    "read weights": "disk read",
+    "write states": "disk write",
+    "write gradients": "disk write",
+}
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    """Whether a token goes through a part of the blocks alone: then 6 x parameters x tokens says nothing."""
+    blocks = {layer.home for layer in spec.layers if layer.kind == "block"}
+    held = sum(field.numel for index in blocks for field in spec.homes[index].fields)
+    used = sum(layer.matrix_parameters for layer in spec.layers if layer.kind == "block")
+    return used < held / 2
+
+
+def describe(plan: Plan) -> str:
+    """Where things live and how rows are split, in words."""
+    choice, spec = plan.choice, plan.spec
+    num_homes = sum(bool(home.layers) for home in spec.homes)
+    num_micro = -(-plan.workload.num_sequences // choice.rows)
+    plural = "es" if num_micro > 1 else ""
+    sentences = [f"{num_micro} micro-batch{plural} of {choice.rows} x {plan.workload.length:,} tokens"]
+    on_device = plan.num_on_device
+    if on_device == num_homes:
+        sentences.append("all layers live and are updated on the device")
+    else:
+        where = "through the device" if any(place.is_staged for place in choice.places) else "by the CPU"
+        which = f"{num_homes - on_device} of {num_homes}" if on_device else f"all {num_homes}"
+        slots = format_number(choice.num_slots, "slot")
+        sentences.append(f"{which} layers stream through {slots}, updated {where}")
+        if on_device:
+            sentences.append(f"the first {on_device} live on the device")
+    kept = plan.timeline.moving["ram", "activations"]
+    if max(kept):
+        sentences.append("layer inputs beyond the device's room go to host memory")
+    for part, name in (
+        ("moments", "moments"),
+        ("low", "low halves"),
+        ("weights", "weights"),
+        ("gradients", "gradients"),
+    ):
+        count = sum(place.tiers[part] == "disk" for place in choice.places)
+        if count:
+            sentences.append(f"{name} of {count} layers on disk")
+    return "; ".join(sentences)
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """Everything that is printed, for programs. Bytes and seconds."""
+    spec, workload, simulation = plan.spec, plan.workload, plan.simulation
+    lane, why = bottleneck(simulation)
+    return {
+        "model": {
+            "name": spec.name,
+            "parameters": spec.num_parameters,
+            "active_parameters": spec.active_parameters,
+            "blocks": spec.num_blocks,
+        },
+        "machine": dataclasses.asdict(plan.machine),
+        "workload": {"sequences": workload.num_sequences, "length": workload.length, "tokens": workload.num_tokens},
+        "formats": {
+            "precision": spec.formats.precision,
+            "master": spec.formats.master,
+            "moments": plan.config.moments,
+            "clip": plan.config.clip,
+        },
+        "plan": {
+            "rows": plan.choice.rows,
+            "slots": plan.choice.num_slots,
+            "homes_on_device": plan.num_on_device,
+            "activation_bytes_on_device": plan.choice.activation_bytes,
+            "places": {home.name: str(place) for home, place in zip(spec.homes, plan.choice.places, strict=True)},
+            "words": describe(plan),
+        },
+        "memory": {
+            "rows": memory_table(plan),
+            "peak": {tier: plan.timeline.peak(tier) for tier in TIERS},
+            "budget": dataclasses.asdict(plan.budgets),
+            "conventional": conventional_bytes(plan),
+        },
+        "time": {
+            "step_seconds": plan.step_seconds,
+            "tokens_per_second": plan.tokens_per_second,
+            "tflops_published": plan.published_tflops,
+            "tflops_counted": plan.counted_tflops,
+            "bottleneck": lane,
+            "why": why,
+            "busy_seconds": simulation.busy_seconds(),
+            "stall_seconds": simulation.stall_seconds(),
+        },
+    }
+
+
+def trace_events(simulation: Simulation) -> Mapping[str, Any]:
+    """The simulated lanes of all steps as a Chrome trace (chrome://tracing, Perfetto): the JSON object format."""
+    lanes = list(dict.fromkeys(task.lane for task in simulation.tasks))
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": lanes.index(lane), "args": {"name": lane}} for lane in lanes
+    ]
+    pieces = [
+        {
+            "name": f"{task.what} {task.name}",
+            "cat": task.what,
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes.index(task.lane),
+            "ts": span.start * 1e6,
+            "dur": task.seconds * 1e6,
+        }
+        for task, span in zip(simulation.tasks, simulation.spans, strict=True)
+        if task.seconds
+    ]
+    return {"traceEvents": [*names, *pieces], "displayTimeUnit": "ms"}

@@ -1,0 +1,128 @@
+"""`plan`: the best plan, or a refusal with the smallest remedies in numbers. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatrain.base.config import Config
+from megatrain.base.errors import UserError
+from megatrain.base.units import GB
+from megatrain.plan.machine import Machine
+from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
+from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.schedule import Choice
+from megatrain.plan.workload import Workload
+from megatrain.spec.model import ModelSpec
+
+SMALLER = (
+    {"optimizer_compression": "8bit"},
+    {"optimizer_compression": "4bit"},
+    {"clip": "layer"},
+    {"optimizer_compression": "8bit", "clip": "layer"},
+    {"optimizer_compression": "4bit", "clip": "layer"},
+)
+"""Settings that need less host memory, those that change least first."""
+
+
+def plan(machine: Machine, spec: ModelSpec, workload: Workload, config: Config) -> Plan:
+    """The fastest plan that fits.
+
+    Raises UserError where none does, with what is short and each remedy that is enough alone.
+    """
+    planner = Planner(machine, spec, workload, config)
+    best = planner.best()
+    if best is None:
+        raise UserError(_refusal(planner))
+    return best
+
+
+def largest_context(machine: Machine, spec: ModelSpec, config: Config) -> int:
+    """Most tokens of one sequence for which a step fits, to a multiple of 256; 0 if none does."""
+
+    def fits(length: int) -> bool:
+        planner = Planner(machine, spec, Workload(num_sequences=1, length=length), config)
+        return any(planner.fitted(1, num_homes, 1, CPU) is not None for num_homes in planner.few_home_counts())
+
+    step, low, high = 256, 0, 1
+    while high < 2**18 and fits(high * step):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def _refusal(planner: Planner) -> str:
+    spec, workload = planner.spec, planner.workload
+    what = (
+        f"{spec.name}, {workload.num_sequences} x {workload.length} tokens a step, does not fit {planner.machine.name}"
+    )
+    smallest = _smallest_on_device(planner)
+    needed = planner.maker.timeline(smallest).peak(HBM_TIER)
+    if needed > planner.budgets.hbm:
+        return f"{what}: {_device_refusal(planner, smallest, needed)}"
+    return f"{what}: {_host_refusal(planner)}"
+
+
+def _smallest_on_device(planner: Planner) -> Choice:
+    """With as little device memory as can be: one slot, one row, all inputs on the host."""
+    rows = min(planner.workload.row_choices())
+    places = tuple(CPU for _ in planner.spec.homes)
+    return Choice(rows=rows, num_slots=1, places=places, activation_bytes=0)
+
+
+def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
+    spec, workload = planner.spec, planner.workload
+    largest = max((home for home in spec.homes if home.layers), key=lambda home: sum(f.numel for f in home.fields))
+    working = planner.maker.working_bytes(smallest.rows)
+    remedies = [f"a device with {_gb(needed - planner.budgets.hbm)} more"]
+    if workload.rows is not None and workload.rows > 1:
+        remedies.append(f"fewer than {workload.rows} sequences in a micro-batch")
+    context = largest_context(planner.machine, spec, planner.config)
+    if 0 < context < workload.length:
+        remedies.append(f"sequences of at most {context:,} tokens")
+    return (
+        f"device memory is {_gb(planner.budgets.hbm)} and the least that a step needs is {_gb(needed)}: slot, gradient "
+        f"sums and drains of {largest.name!r} {_gb(needed - working)}, and {_gb(working)} for a micro-batch of "
+        f"{smallest.rows} x {workload.length} in one layer. Any of these is enough: {'; '.join(remedies)}"
+    )
+
+
+def _host_refusal(planner: Planner) -> str:
+    rooms = dataclasses.replace(planner.budgets, ram=2**62, disk=0)
+    short = Planner(planner.machine, planner.spec, planner.workload, planner.config, rooms)
+    choices = {short.maker.timeline(choice).peak(RAM): choice for choice in short.few_choices()}
+    needed = min(choices)
+    choice = choices[needed]
+    lacking = needed - planner.budgets.ram
+    remedies = [f"{_gb(lacking)} more of host memory"]
+    for settings in SMALLER:
+        if any(getattr(planner.config, name) == value for name, value in settings.items()):
+            continue
+        other = Planner(
+            planner.machine, planner.spec, planner.workload, dataclasses.replace(planner.config, **settings)
+        )
+        if other.fits():
+            words = " with ".join(f'{name}="{value}"' for name, value in settings.items())
+            saved = _state_bytes(planner) - _state_bytes(other)
+            remedies.append(f"{words} (saves {_gb(saved)})")
+            break
+    spilled = planner.maker.timeline(planner.spill(choice, planner.budgets.ram))
+    if spilled.peak(RAM) <= planner.budgets.ram:
+        on_disk = spilled.peak(DISK_TIER)
+        has = f", {_gb(on_disk - planner.budgets.disk)} more than there is" if planner.budgets.disk else ""
+        remedies.append(f"offload_dir with {_gb(on_disk)} free{has}")
+    return (
+        f"beside what the device takes, host memory must hold {_gb(needed)} and may hold {_gb(planner.budgets.ram)}. "
+        f"Any of these is enough: {'; '.join(remedies)}"
+    )
+
+
+def _state_bytes(planner: Planner) -> int:
+    return sum(sum(sizes.values()) for sizes in planner.sizes)
+
+
+def _gb(num_bytes: int) -> str:
+    """Up to the next tenth of a GB, or GB above 10: too little would be no remedy."""
+    step = GB // 10 if num_bytes < 10 * GB else GB
+    return f"{-(-num_bytes // step) * step / GB:g} GB"

@@ -1,0 +1,217 @@
+"""Memory of a step over time, tier by tier, from rows that a reader can add up. Pure.
+
+Two things move: inputs of layers pile up over the forward and are used up over the backward; gradients, where they
+are kept for the exact norm, pile up over the backward and are used up by the updates, ahead of the next forward's
+visits. So neither need be whole beside the other, and the peak of their sum is what counts, not the sum of their
+peaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatrain.base.units import GB, GIB
+from megatrain.plan.cost import compute_bytes, working_bytes
+from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM, STAGING_BYTES, TIERS
+from megatrain.plan.rows import UPDATE_SLOT_BYTES, Row, host_slot_bytes
+from megatrain.plan.schedule import MAX_DRAINS, Choice
+from megatrain.plan.workload import Workload
+from megatrain.spec.model import ModelSpec
+
+PROCESS_BYTES = int(1.7 * GB)
+"""Host memory of Python, PyTorch and CUDA without a model: measured, 1.6 GiB."""
+CONTEXT_BYTES = GIB // 2
+"""Device memory of the CUDA context: measured."""
+
+GRADIENTS_SHARE_ROOM = False
+"""Whether the engine gives the room of gradients that are used up to activations. Today each home keeps its slab from
+step to step, so gradients count whole at every moment."""
+
+ROW_NAMES = ("weights", "low halves", "gradients", "moments", "activations", "buffers")
+_PART_ROWS = {"weights": "weights", "low": "low halves", "moments": "moments"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Bytes by (tier, row) over the moments of a step: each visit of the forward, then each of the backward."""
+
+    fixed: Mapping[tuple[str, str], int]
+    moving: Mapping[tuple[str, str], Sequence[int]]
+
+    def total(self, tier: str) -> list[int]:
+        """Bytes of a tier at each moment."""
+        base = sum(num_bytes for (of, _), num_bytes in self.fixed.items() if of == tier)
+        curves = [curve for (of, _), curve in self.moving.items() if of == tier]
+        return [base + sum(values) for values in zip(*curves, strict=True)] if curves else [base]
+
+    def peak(self, tier: str) -> int:
+        return max(self.total(tier))
+
+    def rows(self) -> list[Row]:
+        """What each tier holds at the moment of its peak. They add up to `peak`."""
+        rows = []
+        for tier in TIERS:
+            total = self.total(tier)
+            at = total.index(max(total))
+            now = {name: num_bytes for (of, name), num_bytes in self.fixed.items() if of == tier}
+            for (of, name), curve in self.moving.items():
+                if of == tier:
+                    now[name] = now.get(name, 0) + curve[at]
+            rows += [Row(tier=tier, name=name, num_bytes=now[name]) for name in ROW_NAMES if now.get(name)]
+        return rows
+
+
+class TimelineMaker:
+    """The timelines of one model and workload, for any choice. What choices share is worked out once.
+
+    Args:
+        sizes: for each home its bytes by part.
+        share_room: gradients that are used up leave their room to activations.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        workload: Workload,
+        sizes: list[dict[str, int]],
+        *,
+        keeps_gradients: bool,
+        compiled: bool,
+        share_room: bool = GRADIENTS_SHARE_ROOM,
+    ) -> None:
+        self._spec, self._workload, self._sizes = spec, workload, sizes
+        self._keeps_gradients, self._compiled, self._share_room = keeps_gradients, compiled, share_room
+        self._numels = [sum(field.numel for field in home.fields) for home in spec.homes]
+        self._packets = [home.grad_dtype.itemsize * n for home, n in zip(spec.homes, self._numels, strict=True)]
+        self._blocks = {layer.home for layer in spec.layers if layer.kind == "block"}
+        self._inputs = self._input_curve()
+        self._waiting = self._gradient_moments()
+
+    @property
+    def input_bytes(self) -> int:
+        """Of all layers' inputs that wait for the backward, at most."""
+        return max(self._inputs)
+
+    @property
+    def returning_bytes(self) -> int:
+        """Device memory of inputs on their way to the host or back, where not all stay."""
+        return 2 * self._workload.num_tokens * self._spec.hidden_size * compute_bytes(self._spec)
+
+    def activation_budget(self, choice: Choice, device_bytes: int) -> int | None:
+        """The most inputs that may stay on the device beside everything else; None if not even none."""
+        whole = self.timeline(dataclasses.replace(choice, activation_bytes=self.input_bytes)).total(HBM_TIER)
+        rooms = [device_bytes - total + inputs for total, inputs in zip(whole, self._inputs, strict=True)]
+        tight = [room for room, inputs in zip(rooms, self._inputs, strict=True) if inputs > room]
+        if not tight:
+            return self.input_bytes
+        # What comes and goes takes room too, at every moment at which not all stay: so once more.
+        returning = self.returning_bytes
+        tight = [
+            room - returning for room, inputs in zip(rooms, self._inputs, strict=True) if inputs > room - returning
+        ]
+        budget = min(tight)
+        return budget if budget >= 0 else None
+
+    def timeline(self, choice: Choice) -> Timeline:
+        fixed: dict[tuple[str, str], int] = {}
+        for place, sizes in zip(choice.places, self._sizes, strict=True):
+            for part, row in _PART_ROWS.items():
+                key = place.tiers[part], row
+                fixed[key] = fixed.get(key, 0) + sizes[part]
+        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice)
+        fixed[RAM, "buffers"] = self._host_buffers(choice)
+        budget = choice.activation_bytes
+        working = self._working_curve(choice.rows)
+        on_device = [num_bytes if num_bytes <= budget else budget + self.returning_bytes for num_bytes in self._inputs]
+        moving: dict[tuple[str, str], Sequence[int]] = {
+            (HBM_TIER, "activations"): [a + b for a, b in zip(on_device, working, strict=True)],
+            (RAM, "activations"): [max(0, num_bytes - budget) for num_bytes in self._inputs],
+        }
+        if self._keeps_gradients:
+            for tier in TIERS:
+                moving[tier, "gradients"] = self._gradient_curve(choice, tier)
+        return Timeline(fixed=fixed, moving=moving)
+
+    def working_bytes(self, rows: int) -> int:
+        """Device memory of the largest layer at work."""
+        return max(self._working_curve(rows))
+
+    # What moves.
+
+    def _input_curve(self) -> list[int]:
+        layers, tokens = self._spec.layers, self._workload.num_tokens
+        each = tokens * self._spec.hidden_size * compute_bytes(self._spec)
+        # Token ids are all that an embedding needs again.
+        kept = list(itertools.accumulate(each * (layer.kind != "embedding") for layer in layers))
+        return [*kept, *reversed(kept)]
+
+    def _gradient_moments(self) -> list[tuple[int, int]]:
+        """For each home: until which moment of the forward its last gradients wait, from which of the backward on new
+        ones do."""
+        layers = self._spec.layers
+        moments = []
+        for index in range(len(self._spec.homes)):
+            visits = [at for at, layer in enumerate(layers) if layer.home == index]
+            first = visits[0] if visits else len(layers)
+            kinds = {layers[at].kind for at in visits}
+            # A head is backward in its forward's visit.
+            over = first if kinds == {"head"} else 2 * len(layers) - 1 - first
+            moments.append((first, over if visits else len(layers)))
+        return moments
+
+    def _gradient_curve(self, choice: Choice, tier: str) -> list[int]:
+        num_moments = 2 * len(self._spec.layers)
+        steps = [0] * (num_moments + 1)
+        for place, sizes, (until, since) in zip(choice.places, self._sizes, self._waiting, strict=True):
+            if place.gradients != tier:
+                continue
+            steps[0] += sizes["gradients"]
+            if self._share_room:
+                steps[until] -= sizes["gradients"]
+                steps[since] += sizes["gradients"]
+        return list(itertools.accumulate(steps))[:num_moments]
+
+    def _working_curve(self, rows: int) -> list[int]:
+        known: dict[tuple[str, int], int] = {}
+        curve = []
+        for layer in self._spec.layers:
+            key = layer.kind, layer.output_width
+            if key not in known:
+                known[key] = working_bytes(self._spec, layer, self._workload, rows, compiled=self._compiled)
+            curve.append(known[key])
+        kinds = [layer.kind for layer in self._spec.layers]
+        # A forward without a graph holds a part of what the backward does; counted whole, to be sure. The logits of the
+        # last micro-batch live on until the backward has begun.
+        back = [0 if kind == "head" else num_bytes for num_bytes, kind in zip(curve, kinds, strict=True)]
+        return [*curve, *reversed(back)]
+
+    # What stays.
+
+    def _device_buffers(self, choice: Choice) -> int:
+        homes = self._spec.homes
+        streamed = [index for index, place in enumerate(choice.places) if place.weights != HBM_TIER]
+        block = max((self._sizes[i]["weights"] for i in streamed if i in self._blocks), default=0)
+        largest = max((self._sizes[i]["weights"] for i in streamed if homes[i].layers), default=0)
+        slots = choice.num_slots * block + (largest if largest > block else 0)
+        layered = [index for index, home in enumerate(homes) if home.layers]
+        sums = 4 * max(self._numels[index] for index in layered)
+        drains = sum(sorted((self._packets[index] for index in layered), reverse=True)[:MAX_DRAINS])
+        resident = sum(self._sizes[index]["weights"] for index, home in enumerate(homes) if not home.layers)
+        staging = 2 * STAGING_BYTES if any(place.is_staged for place in choice.places) else 0
+        return slots + sums + drains + resident + staging + self._ring(choice, HBM_TIER) + CONTEXT_BYTES
+
+    def _host_buffers(self, choice: Choice) -> int:
+        on_disk = [s["weights"] for s, p in zip(self._sizes, choice.places, strict=True) if p.weights == DISK_TIER]
+        has_disk = any(DISK_TIER in place.tiers.values() for place in choice.places)
+        slots = host_slot_bytes(max(on_disk, default=0), UPDATE_SLOT_BYTES if has_disk else 0)
+        return PROCESS_BYTES + self._ring(choice, RAM) + slots
+
+    def _ring(self, choice: Choice, tier: str) -> int:
+        """Gradients on their way where none are kept."""
+        if self._keeps_gradients:
+            return 0
+        sizes = [n for n, place in zip(self._packets, choice.places, strict=True) if place.gradients == tier]
+        return (MAX_DRAINS + 1) * max(sizes, default=0)

@@ -1,0 +1,193 @@
+"""What planning needs to know of a model: homes, the order of visits, and what a token costs in each. Shapes only.
+
+A model on the meta device is enough; nothing is allocated. Active shares of experts and the kinds of attention come
+from the transformers config, where there is one; everything else from the modules themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatrain.spec.discover import FoundLayer, find_layers
+from megatrain.spec.homes import Formats, HomePlan, plan_homes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The attention of one layer."""
+
+    width: int
+    """Heads x (head dim of keys + head dim of values)."""
+
+    window: int | None
+    """Tokens that a token sees at most; None: all before it."""
+
+    def num_pairs(self, length: int) -> int:
+        """(query, key) pairs of one causal sequence."""
+        seen = length if self.window is None else min(self.window, length)
+        return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerSpec:
+    """One layer, and what a token costs in its forward."""
+
+    name: str
+    kind: str
+    """`block`, `embedding`, `head` or `other`."""
+
+    home: int
+    """Index in `ModelSpec.homes`."""
+
+    matrix_parameters: int
+    """Of the matrix products that one token takes part in: active experts only, no look-ups."""
+
+    output_width: int
+    """Sum of the outputs of those products: numbers a token that the layer makes."""
+
+    attention: Attention | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelSpec:
+    """A model without weights."""
+
+    name: str
+    homes: tuple[HomePlan, ...]
+    layers: tuple[LayerSpec, ...]
+    """In the order of the forward, as far as the order of definition tells."""
+
+    trainable: frozenset[int]
+    """ids of the parameters that train (keys of `HomePlan.parameters`)."""
+
+    formats: Formats
+    num_parameters: int
+    """Tied ones once."""
+
+    active_parameters: int
+    """Of one token: matrices with its active experts, without look-ups."""
+
+    hidden_size: int
+    vocabulary_size: int
+    """Width of the logits; 0 for a model without a head."""
+
+    max_length: int | None
+    """Positions that the config allows; None: it does not say."""
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(layer.kind == "block" for layer in self.layers)
+
+    @property
+    def attention_width(self) -> int:
+        """Of all layers."""
+        return sum(layer.attention.width for layer in self.layers if layer.attention is not None)
+
+
+def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
+    """Raises UserError for a model without repeated blocks."""
+    found = find_layers(model)
+    homes = plan_homes(model, found, formats)
+    config = text_config(model)
+    hidden = getattr(config, "hidden_size", None) or _width_of(found)
+    home_of = {id(layer): index for index, home in enumerate(homes) for layer in home.layers}
+    share = active_share(config)
+    attentions = attention_layers(config)
+    layers, num_blocks = [], 0
+    for layer in found:
+        attention = None
+        if layer.kind == "block":
+            attention = attentions[num_blocks] if num_blocks < len(attentions) else None
+            num_blocks += 1
+        matrix, width = _products(layer, share, hidden)
+        layers.append(
+            LayerSpec(
+                name=layer.name,
+                kind=layer.kind,
+                home=home_of[id(layer)],
+                matrix_parameters=matrix,
+                output_width=width,
+                attention=attention,
+            )
+        )
+    heads = [layer.module for layer in found if layer.kind == "head" and isinstance(layer.module, nn.Linear)]
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    return ModelSpec(
+        name=name,
+        homes=tuple(homes),
+        layers=tuple(layers),
+        trainable=frozenset(key for key, parameter in parameters.items() if parameter.requires_grad),
+        formats=formats,
+        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
+        active_parameters=sum(layer.matrix_parameters for layer in layers),
+        hidden_size=hidden,
+        vocabulary_size=max((head.out_features for head in heads), default=0),
+        max_length=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def text_config(model: nn.Module) -> object:
+    """The transformers config of the language model inside, or None."""
+    config = getattr(model, "config", None)
+    return getattr(config, "text_config", config)
+
+
+def active_share(config: object) -> float:
+    """Share of the experts that one token goes through."""
+    num_active = getattr(config, "num_experts_per_tok", None)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        num_experts = getattr(config, name, None)
+        if num_active and num_experts:
+            return num_active / num_experts
+    return 1.0
+
+
+def attention_layers(config: object) -> list[Attention | None]:
+    """For each hidden layer its attention; None for one that has another mixer. Empty if the config does not say."""
+    num_heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not num_heads or not hidden:
+        return []
+    num_layers = getattr(config, "num_hidden_layers", 0)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    head_dim = getattr(config, "head_dim", None) or hidden // num_heads
+    key_dim = getattr(config, "qk_head_dim", None) or head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    window = getattr(config, "sliding_window", None)
+    return [
+        Attention(width=num_heads * (key_dim + value_dim), window=window if "sliding" in kind else None)
+        if "attention" in kind and "linear" not in kind
+        else None
+        for kind in kinds
+    ]
+
+
+def _products(layer: FoundLayer, share: float, hidden: int) -> tuple[int, int]:
+    """Parameters of a token's matrix products, and the sum of their outputs."""
+    if layer.kind == "embedding":
+        return 0, 0
+    matrix = width = 0.0
+    for name, parameter in layer.module.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        is_expert = ".experts." in f".{name}"
+        numel = parameter.numel() * (share if is_expert else 1.0)
+        matrix += numel
+        # Stacked experts are stored either way round: by their size alone.
+        width += numel / (hidden if is_expert or parameter.dim() > 2 else parameter.shape[-1])
+    return int(matrix), int(width)
+
+
+def _width_of(found: list[FoundLayer]) -> int:
+    """Of the hidden state of a model without a config: the commonest size of its blocks' matrices."""
+    sizes = [
+        size
+        for layer in found
+        if layer.kind == "block"
+        for parameter in layer.module.parameters()
+        if parameter.dim() >= 2
+        for size in parameter.shape[-2:]
+    ]
+    return max(set(sizes), key=sizes.count, default=1)

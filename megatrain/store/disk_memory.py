@@ -1,0 +1,114 @@
+"""The disk as a tier: parts of homes in files of `offload_dir`.
+
+What is asked for is an extent of the store (`store/disk.py`), seen as a tensor that maps it. Whoever comes by seldom
+(loading, saving, a user who looks at a state) reads and writes that tensor, through the page cache. What every step
+moves goes past the page cache: `locate` tells where in the store a tensor lies.
+Rule: the two ways see the same bytes, as long as no one uses both at the same time: an update and whoever waits for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatrain.base.errors import UserError
+from megatrain.base.paths import existing_parent, user_path
+from megatrain.base.units import format_bytes
+from megatrain.store.disk import DiskStore, Extent
+from megatrain.store.tier import PAGE_BYTES, OwnProcess, round_up
+
+
+class DiskMemory:
+    """
+    Args:
+        folders: of offload_dir; extents are striped over them. Nothing is made or locked there before it is needed.
+
+    Raises UserError for a folder that cannot be written.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, folders: Sequence[str | os.PathLike[str]]) -> None:
+        self.folders = [user_path(folder, "offload_dir") for folder in folders]
+        self.disk_bytes = 0
+        self.num_exposures = 0
+        """How often somebody may have changed what is here: what was read ahead before is of no use."""
+
+        self._store: DiskStore | None = None
+        self._owner = OwnProcess()
+        self._starts: list[int] = []
+        self._extents: list[Extent] = []
+        for folder in self.folders:
+            _check_writable(folder)
+
+    def check_process(self) -> None:
+        self._owner.check()
+
+    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """A zeroed uint8 tensor of exactly `num_bytes` that maps an extent (page-aligned start)."""
+        del pinned  # transfers go through page-locked host slots
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        extent = self.store.allocate(round_up(num_bytes, PAGE_BYTES))
+        forget = weakref.WeakMethod(self._forget)
+        tensor = extent.mapped(lambda: None if (method := forget()) is None else method(extent))
+        position = bisect.bisect(self._starts, tensor.data_ptr())
+        self._starts.insert(position, tensor.data_ptr())
+        self._extents.insert(position, extent)
+        self.disk_bytes += extent.num_bytes
+        return tensor[:num_bytes]
+
+    def locate(self, tensor: torch.Tensor) -> tuple[Extent, int] | None:
+        """The extent that a tensor of this tier lies in, and its first byte there. None for a tensor of another."""
+        if tensor.device.type != "cpu" or tensor.numel() == 0:
+            return None
+        position = bisect.bisect(self._starts, tensor.data_ptr()) - 1
+        if position < 0:
+            return None
+        offset = tensor.data_ptr() - self._starts[position]
+        extent = self._extents[position]
+        return (extent, offset) if offset < extent.num_bytes else None
+
+    def expose(self) -> None:
+        self.num_exposures += 1
+
+    def _forget(self, extent: Extent) -> None:
+        """Nobody maps it any more."""
+        position = self._extents.index(extent)
+        del self._starts[position], self._extents[position]
+        self.disk_bytes -= extent.num_bytes
+
+    @property
+    def store(self) -> DiskStore:
+        """Opened at first use."""
+        if self._store is None:
+            self._store = DiskStore(self.folders)
+        return self._store
+
+    def require(self, num_bytes: int, what: str) -> None:
+        """Refuse `what` before any work when the folders have no room for `num_bytes` more. Raises UserError."""
+        share_bytes = -(-num_bytes // len(self.folders))
+        for folder in self.folders:
+            free_bytes = psutil.disk_usage(str(existing_parent(folder))).free
+            if share_bytes > free_bytes:
+                raise UserError(
+                    f"{what} needs {format_bytes(share_bytes)} in offload_dir={str(folder)!r}, which has "
+                    f"{format_bytes(free_bytes)} free: make room there, choose a folder on a larger disk, or raise "
+                    "max_ram_gb"
+                )
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=existing_parent(folder)).close()
+    except OSError as error:
+        raise UserError(
+            f"offload_dir={str(folder)!r} cannot be written ({error.strerror}): give a folder that can"
+        ) from error

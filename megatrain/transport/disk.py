@@ -1,0 +1,232 @@
+"""What lies on disk on its way through host memory: states to their update and back, weights to the device.
+
+    DiskWindow     pieces of states in host slots: read ahead of their update, written back behind it
+    WeightReader   weights of a whole home in a host slot, from which the h2d lane copies
+
+Both go past the page cache. Invariants: a slot is filled again only when its last write is over; bytes are read only
+when no write of them is under way; what was read ahead is dropped when somebody else may have changed it meanwhile
+(`DiskMemory.expose`). So no result depends on the number of slots or on what was predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.base.fence import Fence
+from megatrain.store.disk import Extent
+from megatrain.store.disk_memory import DiskMemory
+from megatrain.store.home import Home
+from megatrain.store.memory import HostMemory
+from megatrain.store.tier import PAGE_BYTES, round_up
+from megatrain.transport.lane import Lane
+from megatrain.transport.predictor import Predictor
+
+
+@dataclass(frozen=True, eq=False)
+class _Range:
+    """Whole pages of an extent that a tensor lies in."""
+
+    extent: Extent
+    start: int
+    stop: int
+
+    def overlaps(self, other: _Range) -> bool:
+        return self.extent is other.extent and self.start < other.stop and other.start < self.stop
+
+
+Key = tuple[tuple[int, int], ...]
+"""Of a piece: address and bytes of each of its tensors on disk."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    memory: torch.Tensor
+    ranges: list[_Range] = field(default_factory=list)
+    under_way: list[Fence] = field(default_factory=list)
+    """Reads or writes of `memory`."""
+    num_written: int = 0
+    """How many of the ranges are written back."""
+    num_exposures: int = -1
+    """Of the disk, when the reads began."""
+
+    @property
+    def is_idle(self) -> bool:
+        return all(fence.is_recorded for fence in self.under_way)
+
+    def wait(self) -> None:
+        while self.under_way:
+            self.under_way.pop().wait()
+
+    def parts(self) -> list[torch.Tensor]:
+        """The slot's memory for each range."""
+        sizes = [of.stop - of.start for of in self.ranges]
+        stops = list(itertools.accumulate(sizes))
+        return [self.memory[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+
+    def overlaps(self, ranges: Sequence[_Range]) -> bool:
+        return any(own.overlaps(other) for own in self.ranges for other in ranges)
+
+
+class DiskWindow:
+    """Used by one thread at a time.
+
+    Args:
+        memory: of the host, for the slots.
+        num_slots: of `slot_bytes` each; three or more keep a disk busy both ways.
+    """
+
+    def __init__(self, disk: DiskMemory, memory: HostMemory, *, num_slots: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.predictor: Predictor[Key] = Predictor()
+        self.wait_seconds = 0.0
+        """For which whoever opened a piece waited for the disk."""
+        self._disk = disk
+        self._slots = [_Slot(memory.empty(slot_bytes)) for _ in range(num_slots)]
+        self._ahead: dict[Key, _Slot] = {}
+        self._open: _Slot | None = None
+        self._ranges: dict[Key, list[_Range]] = {}
+
+    def open(self, tensors: Sequence[torch.Tensor], fresh: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, those on disk as views of a slot with what is there. They end with `close`.
+
+        fresh: one of them, which others write between two updates and an update only reads: it is not read ahead.
+        All that is on disk, each tensor in whole pages, fits in a slot.
+        """
+        ranges: dict[int, _Range] = {}
+        for number, tensor in enumerate(tensors):
+            where = self._disk.locate(tensor)
+            if where is not None:
+                ranges[number] = _pages(tensor, *where)
+        if not ranges:
+            return list(tensors)
+        last = {number: of for number, of in ranges.items() if tensors[number] is fresh}
+        first = {number: of for number, of in ranges.items() if number not in last}
+        key = tuple((tensors[number].data_ptr(), tensors[number].nbytes) for number in first)
+        self._ranges[key] = list(first.values())
+        self.predictor.observe(key)
+        slot = self._open = self._take(key, list(first.values()))
+        self._read(slot, list(last.values()))
+        self._read_ahead()
+        started = time.perf_counter()
+        slot.wait()
+        self.wait_seconds += time.perf_counter() - started
+        parts = dict(zip((*first, *last), slot.parts(), strict=True))
+        return [
+            _view(parts[number], tensor, tensor.data_ptr() % PAGE_BYTES) if number in parts else tensor
+            for number, tensor in enumerate(tensors)
+        ]
+
+    def close(self) -> None:
+        """Begin to write back what `open` returned, but for what is fresh."""
+        slot, self._open = self._open, None
+        if slot is None:
+            return
+        for of, memory in zip(slot.ranges[: slot.num_written], slot.parts(), strict=False):
+            slot.under_way.append(of.extent.write(of.start, memory))
+
+    def flush(self) -> None:
+        """Wait until all is written."""
+        for slot in self._slots:
+            if slot not in self._aheads:
+                slot.wait()
+
+    def _take(self, key: Key, ranges: list[_Range]) -> _Slot:
+        """A slot into which the ranges are read, or were."""
+        slot = self._ahead.pop(key, None)
+        # What shares pages with this piece, which is about to change, was read too early.
+        self._ahead = {other: ahead for other, ahead in self._ahead.items() if not ahead.overlaps(ranges)}
+        if slot is not None and slot.num_exposures == self._disk.num_exposures:
+            return slot
+        if slot is None:
+            slot = next(iter(self._free()), None)
+        if slot is None:
+            # Full of what was read ahead: the last of it gives way.
+            _, slot = self._ahead.popitem()
+        self._empty(slot)
+        for other in self._slots:
+            if other is not slot and other.overlaps(ranges) and other not in self._aheads:
+                other.wait()
+        self._read(slot, ranges)
+        slot.num_written = len(ranges)
+        return slot
+
+    def _read_ahead(self) -> None:
+        for key in self.predictor.predict(len(self._slots) - 1):
+            if key in self._ahead:
+                continue
+            ranges = self._ranges[key]
+            slot = next((slot for slot in self._free() if slot.is_idle), None)
+            busy = [other for other in self._slots if other is self._open or not other.is_idle or other in self._aheads]
+            if slot is None or any(other.overlaps(ranges) for other in busy):
+                return
+            self._empty(slot)
+            self._read(slot, ranges)
+            slot.num_written = len(ranges)
+            self._ahead[key] = slot
+
+    @property
+    def _aheads(self) -> list[_Slot]:
+        return list(self._ahead.values())
+
+    def _free(self) -> list[_Slot]:
+        """Slots that may be filled once their writes are over, those first where they are."""
+        free = [slot for slot in self._slots if slot is not self._open and slot not in self._aheads]
+        return sorted(free, key=lambda slot: not slot.is_idle)
+
+    def _empty(self, slot: _Slot) -> None:
+        slot.wait()
+        slot.ranges, slot.num_exposures = [], self._disk.num_exposures
+
+    def _read(self, slot: _Slot, ranges: list[_Range]) -> None:
+        """Also read these into the slot."""
+        num_before = len(slot.ranges)
+        slot.ranges = [*slot.ranges, *ranges]
+        for of, memory in zip(ranges, slot.parts()[num_before:], strict=True):
+            slot.under_way.append(of.extent.read(of.start, memory))
+
+
+class WeightReader:
+    """
+    Args:
+        homes: those whose weights are on disk.
+        memory: of the host, for the slots, each as large as the weights of the largest home.
+    """
+
+    def __init__(
+        self, homes: list[Home], disk: DiskMemory, memory: HostMemory, *, num_slots: int, delay_seconds: float
+    ) -> None:
+        self.lane = Lane("disk", torch.device("cpu"), delay_seconds=delay_seconds)
+        self._disk = disk
+        slot_bytes = max(round_up(home.wire.numel(), PAGE_BYTES) for home in homes)
+        self._slots = [memory.empty(slot_bytes, pinned=True) for _ in range(num_slots)]
+        self._free = [Fence.done() for _ in self._slots]
+        self._turns = itertools.cycle(range(num_slots))
+
+    def read(self, home: Home) -> tuple[int, torch.Tensor, Fence]:
+        """Begin to read a home's weights behind its update: number of the slot, the bytes there, and when they are."""
+        turn = next(self._turns)
+        where = self._disk.locate(home.wire)
+        assert where is not None, f"the weights of {home.name} are not on disk"
+        extent, offset = where
+        target = self._slots[turn][: round_up(home.wire.numel(), PAGE_BYTES)]
+        arrived = self.lane.submit(lambda: extent.read(offset, target).wait(), after=(home.updated, self._free[turn]))
+        return turn, target[: home.wire.numel()], arrived
+
+    def lend(self, turn: int, until: Fence) -> None:
+        """The slot is read until then."""
+        self._free[turn] = until
+
+
+def _pages(tensor: torch.Tensor, extent: Extent, offset: int) -> _Range:
+    start = offset - offset % PAGE_BYTES
+    return _Range(extent, start, round_up(offset + tensor.nbytes, PAGE_BYTES))
+
+
+def _view(memory: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """`memory` (flat uint8) from `start` on, with the dtype and shape of `tensor`."""
+    return memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

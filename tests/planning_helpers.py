@@ -1,0 +1,60 @@
+"""Specs and plans for tests of the planner: built-in shapes, a tiny model, choices as a run was measured with."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatrain.base.config import Config
+from megatrain.plan.machine import Machine
+from megatrain.plan.machines import H200
+from megatrain.plan.placement import CPU, HBM
+from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.schedule import Choice
+from megatrain.plan.workload import Workload
+from megatrain.planning import outline_model
+from megatrain.spec.homes import Formats
+from megatrain.spec.model import ModelSpec, model_spec
+
+SPLIT = Formats(precision="bf16", master="split")
+
+
+@functools.cache
+def builtin(name: str) -> ModelSpec:
+    return outline_model(name).spec(SPLIT)
+
+
+def llama_config(**changes: object) -> LlamaConfig:
+    values = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4,
+                  num_key_value_heads=2, vocab_size=128)  # fmt: skip
+    return LlamaConfig(**{**values, **changes})
+
+
+@functools.cache
+def wide_llama() -> ModelSpec:
+    """1.7B parameters in 12 blocks, so that GB are the right unit."""
+    config = llama_config(hidden_size=3072, intermediate_size=8192, num_hidden_layers=12, num_attention_heads=24,
+                          num_key_value_heads=8, vocab_size=32000)  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    return model_spec(model, SPLIT, "wide")
+
+
+def predicted(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    homes: int = 0,
+    slots: int = 3,
+    inputs_gb: float = 1e9,
+    config: Config | None = None,
+    machine: Machine = H200,
+) -> Plan:
+    """The prediction for a given choice: the first `homes` live on the device, inputs stay there up to `inputs_gb`."""
+    planner = Planner(machine, spec, workload, config or Config())
+    places = tuple(HBM if index < homes else CPU for index in range(len(spec.homes)))
+    rows = workload.rows or workload.num_sequences
+    choice = Choice(rows=rows, num_slots=slots, places=places, activation_bytes=int(inputs_gb * 1e9))
+    return planner.plan_of(choice)

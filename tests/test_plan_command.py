@@ -1,0 +1,164 @@
+"""`megatrain plan`: what it prints, writes and refuses. No GPU, no network, no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_helpers import command
+from planning_helpers import llama_config
+
+from megatrain.plan.machines import MACHINES
+from megatrain.spec.builtin import BUILTIN
+
+WIDE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8, vocab_size=32000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder without weights."""
+    llama_config(**WIDE).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def data(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    code, out, err = command(capsys, "plan", *arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_a_built_in_shape_is_planned_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, "plan", "qwen2.5-7b", "--machine", "h200-128gb")
+    assert (code, err) == (0, "")
+    assert "7.616B parameters, 28 blocks" in out and "149 GB device" in out
+    lines = {line.split("  ")[1].strip(): line.split() for line in out.splitlines() if line.startswith("  ")}
+    # Weights, gradients and moments of conventional training: 4 + 4 + 8 bytes a parameter.
+    assert [lines[row][-1] for row in ("weights", "gradients", "moments")] == ["30.5", "30.5", "60.9"]
+    for words in (
+        "step ",
+        "tokens a second",
+        "as published (6 x parameters x tokens)",
+        "bottleneck",
+        "largest context",
+    ):
+        assert words in out
+    assert "\x1b" not in out
+
+
+def test_rows_of_the_json_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    found = data(capsys, "command-r-plus", "--machine", "h200-1.5tb")
+    memory, time = found["memory"], found["time"]
+    for tier, peak in memory["peak"].items():
+        assert sum(row[tier] for row in memory["rows"].values()) == peak <= memory["budget"][tier]
+    state = {name: memory["conventional"][name] for name in ("weights", "gradients", "moments")}
+    assert sum(state.values()) == 16 * found["model"]["parameters"]
+    assert time["tokens_per_second"] == pytest.approx(64 * 1024 / time["step_seconds"])
+    assert len(found["plan"]["places"]) == 66
+
+
+def test_a_folder_and_a_config_file_are_one_model(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    options = ("--machine", "rtx4090", "--tokens", "4x256")
+    first, second = (data(capsys, path, *options) for path in (folder, folder / "config.json"))
+    assert first["model"]["blocks"] == 8
+    assert first["time"] == second["time"] and first["memory"] == second["memory"]
+
+
+def test_every_setting_reaches_the_plan(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    options = ("--machine", "h200-128gb", "--tokens", "2048", "--seq", "256")
+    exact = data(capsys, folder, *options)
+    assert exact["workload"] == {"sequences": 8, "length": 256, "tokens": 2048}
+    changed = data(
+        capsys, folder, *options, "--rows", "2", "--master", "bf16", "--compression", "4bit", "--clip", "layer",
+        "--vram-gb", "4", "--ram-gb", "6",
+    )  # fmt: skip
+    assert changed["plan"]["rows"] == 2
+    assert changed["formats"] == {"precision": "bf16", "master": "bf16", "moments": "4bit", "clip": "layer"}
+    assert changed["memory"]["peak"]["hbm"] <= 4e9 and changed["memory"]["peak"]["ram"] <= 6e9
+    fp32 = data(capsys, folder, *options, "--precision", "fp32")
+    assert fp32["time"]["step_seconds"] > exact["time"]["step_seconds"]
+    assert data(capsys, folder, *options, "--compile")["time"]["step_seconds"] < exact["time"]["step_seconds"]
+
+
+def test_what_if_changes_one_thing_at_a_time(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    options = ("--machine", "h200-128gb", "--tokens", "4x256", "--what-if")
+    found = data(capsys, folder, *options)
+    changes = {row["change"]: row for row in found["what_if"]}
+    assert {"8bit moments", "4bit moments", 'clip="layer"', "half the host memory", "twice the host memory"} <= set(
+        changes
+    )
+    assert changes["a 24 GB card's memory"]["peak"]["hbm"] <= 24e9
+    code, out, _ = command(capsys, "plan", folder, *options)
+    assert code == 0
+    assert all(change in out for change in ["as planned", *changes])
+
+
+def test_the_trace_is_one_that_chrome_opens(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "lanes.json"
+    code, out, _ = command(capsys, "plan", folder, "--machine", "rtx4090", "--tokens", "4x256", "--trace", file)
+    assert code == 0 and str(file) in out
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    work = [event for event in events if event["ph"] == "X"]
+    assert {"compute"} <= set(lanes.values()) and {event["tid"] for event in work} <= set(lanes)
+    for lane in lanes:
+        mine = sorted((event["ts"], event["dur"]) for event in work if event["tid"] == lane)
+        assert all(start + length <= later + 1e-3 for (start, length), (later, _) in zip(mine, mine[1:], strict=False))
+
+
+# Machines
+
+
+def test_this_machine_is_the_profile_that_doctor_keeps(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_CACHE", str(tmp_path / "cache"))
+    code, _, err = command(capsys, "plan", folder)
+    assert code == 2 and "no GPU" in err and "megatrain doctor" in err
+    (tmp_path / "cache").mkdir()
+    profile = tmp_path / "cache" / "machine.json"
+    profile.write_text(MACHINES["a6000"].to_json())
+    assert data(capsys, folder, "--tokens", "4x256")["machine"]["name"] == "a6000"
+    assert data(capsys, folder, "--tokens", "4x256", "--machine", profile)["machine"]["name"] == "a6000"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt-7"], "gpt-7 is not there and no built-in shape"),
+        (["./nowhere"], "./nowhere is not there"),
+        (["MODEL", "--machine", "abacus"], "there is no machine 'abacus': use one of h200-128gb"),
+        (["MODEL", "--tokens", "many"], "--tokens many is neither SEQUENCESxLENGTH"),
+        (["MODEL", "--tokens", "1000", "--seq", "300"], "not a whole number of sequences of 300"),
+        (["MODEL", "--tokens", "4x128", "--seq", "256"], "say different lengths"),
+        (["MODEL", "--tokens", "4x128", "--rows", "5"], "more than the 4 of the step"),
+        (["MODEL", "--master", "fp32"], "master='fp32' does not go with precision='bf16'"),
+        (["MODEL", "--compression", "2bit"], "refused: it fails the quality test"),
+        (["MODEL", "--clip", "never"], "clip='never' is not known"),
+        (["MODEL", "--vram-gb", "0"], "max_vram_gb=0.0 must be a positive number"),
+        (["MODEL", "--trace", "nowhere/lanes.json"], "--trace: nowhere/lanes.json cannot be written"),
+        (["MODEL", "--ram-gb", "2", "--no-disk", "--vram-gb", "2"], "Any of these is enough: "),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, arguments: list[str], message: str
+) -> None:
+    written = [str(folder) if word == "MODEL" else word for word in arguments]
+    machine = [] if "--machine" in written else ["--machine", "h200-128gb"]
+    code, out, err = command(capsys, "plan", *written, *machine)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_file_that_is_no_config_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for text in ("[1]", "{", '{"model_type": "abacus"}', "{}"):
+        file.write_text(text)
+        code, _, err = command(capsys, "plan", file, "--machine", "a100")
+        assert code == 2 and "no config.json that transformers knows" in err
+    (tmp_path / "empty").mkdir()
+    code, _, err = command(capsys, "plan", tmp_path / "empty", "--machine", "a100")
+    assert code == 2 and "has no config.json" in err and all(name in err for name in BUILTIN)

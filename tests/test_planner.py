@@ -1,0 +1,276 @@
+"""The planner: a plan adds up and stays within its budgets, more memory never hurts, refusals say the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_helpers import SPLIT, builtin, llama_config, predicted, wide_llama
+from transformers import LlamaForCausalLM
+
+from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
+from megatrain.base.units import GB
+from megatrain.plan.explain import bottleneck, conventional_bytes, conventional_state_bytes, memory_table
+from megatrain.plan.flops import model_work
+from megatrain.plan.machine import Machine
+from megatrain.plan.machines import H200, MACHINES
+from megatrain.plan.placement import CPU, HBM, TIERS
+from megatrain.plan.planner import CLOSE, DISK_PRICE, ROOM_PRICE, Plan, Planner
+from megatrain.plan.remedies import largest_context, plan
+from megatrain.plan.rows import Placement, memory_rows
+from megatrain.plan.timeline import CONTEXT_BYTES, PROCESS_BYTES, TimelineMaker
+from megatrain.plan.workload import Workload
+from megatrain.spec.homes import Formats
+from megatrain.spec.model import model_spec
+
+STEP = Workload(num_sequences=8, length=512)
+
+
+def machine(hbm_gb: float, ram_gb: float, disk_gb: float = 0) -> Machine:
+    return dataclasses.replace(
+        H200, name="tried", hbm_bytes=int(hbm_gb * GB), ram_bytes=int(ram_gb * GB), disk_bytes=int(disk_gb * GB)
+    )
+
+
+def planned(hbm_gb: float, ram_gb: float, disk_gb: float = 0, **settings: object) -> Plan | None:
+    config = Config(offload_dir="." if disk_gb else None, **settings)
+    return Planner(machine(hbm_gb, ram_gb, disk_gb), wide_llama(), STEP, config).best()
+
+
+# Memory
+
+
+def test_conventional_training_of_100b_parameters() -> None:
+    """Where this project starts from: 400 GB of fp32 weights, over 1.6 TB with gradients, moments, activations."""
+    state = conventional_state_bytes(100 * 10**9)
+    assert state["weights"] == 400 * GB
+    assert sum(state.values()) == 1600 * GB
+    # And activations on top: a model of that size, one sequence of 1024 tokens.
+    found = predicted(builtin("command-r-plus"), Workload(num_sequences=8, length=1024, rows=1))
+    conventional = conventional_bytes(found)
+    assert sum(conventional.values()) > sum(conventional_state_bytes(found.spec.num_parameters).values()) + 10 * GB
+
+
+def test_a_plan_holds_what_memory_rows_count() -> None:
+    """The same places, counted by the rows that the engine allocates by."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config()).to(torch.bfloat16)
+    spec = model_spec(model, SPLIT, "tiny")
+    found = predicted(spec, Workload(num_sequences=2, length=16, rows=1), homes=3)
+    places = {home: HBM if index < 3 else CPU for index, home in enumerate(spec.homes)}
+    placement = Placement(
+        plans=list(spec.homes), trainable=set(spec.trainable), places=places, config=Config(), options=StreamOptions()
+    )
+    rows = {(row.tier, row.name): row.num_bytes for row in memory_rows(placement)}
+    table = memory_table(found)
+    assert table["weights"]["ram"] == rows["ram", "compute weights (cross the link)"]
+    assert table["low halves"]["ram"] == rows["ram", "low halves of fp32 masters"]
+    assert table["moments"]["ram"] == rows["ram", "moments, fp32"]
+    assert table["gradients"]["ram"] == rows["ram", "gradients, kept for the exact norm"]
+    on_device = sum(table[name]["hbm"] for name in ("weights", "low halves", "moments", "gradients"))
+    assert on_device == rows["hbm", "layers that live on the device"]
+    buffers = sum(rows["hbm", name] for name in ("slots", "gradient sums and drains", "resident weights"))
+    assert table["buffers"]["hbm"] == buffers + CONTEXT_BYTES
+    assert table["buffers"]["ram"] == PROCESS_BYTES
+
+
+def test_gradients_that_share_room_rise_while_inputs_fall() -> None:
+    spec = wide_llama()
+    sizes = Planner(H200, spec, STEP, Config()).sizes
+    choice = predicted(spec, dataclasses.replace(STEP, rows=1), inputs_gb=0).choice
+    shared, apart = (
+        TimelineMaker(spec, STEP, sizes, keeps_gradients=True, compiled=False, share_room=share).timeline(choice)
+        for share in (True, False)
+    )
+    gradients, inputs = shared.moving["ram", "gradients"], shared.moving["ram", "activations"]
+    half = len(gradients) // 2
+    assert list(gradients[:half]) == sorted(gradients[:half], reverse=True)
+    assert list(gradients[half:]) == sorted(gradients[half:])
+    assert list(inputs[half:]) == sorted(inputs[half:], reverse=True)
+    total = sum(of["gradients"] for of in sizes)
+    assert max(gradients) <= total == max(apart.moving["ram", "gradients"]) == min(apart.moving["ram", "gradients"])
+    assert gradients[-1] == total
+    assert shared.peak("ram") < apart.peak("ram")
+
+
+memory = st.tuples(st.floats(4, 60), st.floats(3, 60), st.sampled_from([0, 30]))
+formats = st.sampled_from([{}, {"optimizer_compression": "8bit"}, {"clip": "layer"}, {"compile": True}])
+
+
+@given(memory, formats)
+@settings(max_examples=12, deadline=None)
+def test_rows_add_up_and_no_tier_is_over_its_budget(sizes: tuple[float, float, int], settings: dict) -> None:
+    found = planned(*sizes, **settings)
+    if found is None:
+        return
+    table = memory_table(found)
+    for tier in TIERS:
+        peak = found.timeline.peak(tier)
+        assert sum(cells[tier] for cells in table.values()) == peak == max(found.timeline.total(tier))
+        assert peak <= getattr(found.budgets, tier)
+    assert found.config.clip == settings.get("clip", "global")
+    assert found.step_seconds >= max(found.simulation.busy_seconds().values()) - 1e-9
+
+
+@given(memory, st.floats(0, 30), st.floats(0, 30), formats)
+@settings(max_examples=12, deadline=None)
+def test_more_memory_never_makes_a_plan_slower(
+    sizes: tuple[float, float, int], more_hbm: float, more_ram: float, settings: dict
+) -> None:
+    hbm, ram, disk = sizes
+    less, more = planned(hbm, ram, disk, **settings), planned(hbm + more_hbm, ram + more_ram, disk, **settings)
+    if less is not None:
+        price = ROOM_PRICE * (1 + CLOSE) * (DISK_PRICE if disk else 1)
+        assert more is not None and more.step_seconds <= less.step_seconds * price
+
+
+def test_limits_of_the_config_are_kept() -> None:
+    found = plan(H200, wide_llama(), STEP, Config(max_vram_gb=12, max_ram_gb=20))
+    assert found.timeline.peak("hbm") <= 12 * GB and found.timeline.peak("ram") <= 20 * GB
+    assert plan(H200, wide_llama(), STEP, Config(hbm_home_gb=0)).num_on_device == 0
+
+
+def test_spare_device_memory_is_used_where_it_helps() -> None:
+    """8 x 1024 tokens: with everything in host memory the step is the update's, docs/performance.md."""
+    work = Workload(num_sequences=8, length=1024)
+    found = plan(H200, builtin("qwen2.5-7b"), work, Config())
+    assert found.num_on_device >= 28
+    assert found.step_seconds < 0.5 * predicted(found.spec, dataclasses.replace(work, rows=8)).step_seconds
+
+
+def test_the_disk_is_taken_where_there_is_no_other_way() -> None:
+    assert planned(8, 12) is None
+    found = planned(8, 12, 100)
+    assert found is not None and found.timeline.peak("disk") > 0
+    moments = [place.moments for place in found.choice.places]
+    # The last homes of the forward go first: their update has the most time.
+    assert moments == sorted(moments, key=["hbm", "ram", "disk"].index)
+    assert "disk" not in {place.gradients for place in found.choice.places}
+    roomy = planned(8, 60, 100)
+    assert roomy is not None and roomy.timeline.peak("disk") == 0
+
+
+# Refusals
+
+
+def refused(hbm_gb: float, ram_gb: float, work: Workload = STEP, **settings: object) -> str:
+    with pytest.raises(UserError, match="does not fit tried") as error:
+        plan(machine(hbm_gb, ram_gb, 1000), wide_llama(), work, Config(**settings))
+    return str(error.value)
+
+
+def test_each_remedy_is_enough_alone() -> None:
+    hbm, ram = 10, 14
+    text = refused(hbm, ram)
+    lacking = float(re.search(r"([\d.]+) GB more of host memory", text)[1])
+    assert 0 < lacking < 30
+    # 3 % of the machine's memory are left free.
+    assert planned(hbm, ram + lacking / 0.97 + 0.01) is not None
+    assert planned(hbm, ram + 0.8 * lacking) is None
+    compression = re.search(r'optimizer_compression="(\w+)"( with clip="layer")? \(saves', text)
+    assert planned(hbm, ram, optimizer_compression=compression[1], clip="layer" if compression[2] else "global")
+    disk_gb = float(re.search(r"offload_dir with ([\d.]+) GB free", text)[1])
+    assert planned(hbm, ram, disk_gb) is not None
+
+
+def test_device_memory_that_is_short_is_named() -> None:
+    text = refused(3, 60, Workload(num_sequences=1, length=65536))
+    assert "device memory is 3" in text and "more" in text
+    context = int(re.search(r"at most ([\d,]+) tokens", text)[1].replace(",", ""))
+    spec = wide_llama()
+    assert plan(machine(3, 60), spec, Workload(num_sequences=1, length=context), Config())
+    with pytest.raises(UserError):
+        plan(machine(3, 60), spec, Workload(num_sequences=1, length=2 * context), Config())
+
+
+def test_the_largest_context_is_the_largest() -> None:
+    spec, small = wide_llama(), machine(8, 60)
+    context = largest_context(small, spec, Config())
+    assert context % 256 == 0
+    fits = [
+        Planner(small, spec, Workload(num_sequences=1, length=length), Config()).best() is not None
+        for length in (context, context + 256)
+    ]
+    assert fits == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hbm_bytes": 0}, "has no GPU"),
+        ({"h2d_bytes_per_second": 0.0}, "no rate for h2d"),
+        ({"update_ns_per_parameter": {"8bit": 0.2}}, "update with fp32 moments"),
+    ],
+)
+def test_a_machine_without_the_rates_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(dataclasses.replace(H200, **changes), wide_llama(), STEP, Config())
+
+
+@pytest.mark.parametrize("values", [(0, 8, None), (8, 0, None), (8, 8, 0), (8, 8, 9)])
+def test_workloads_that_cannot_be_are_refused(values: tuple[int, int, int | None]) -> None:
+    with pytest.raises(UserError):
+        Workload(num_sequences=values[0], length=values[1], rows=values[2])
+
+
+# Machines and models
+
+
+def test_machines_say_where_their_figures_are_from() -> None:
+    assert {"h200-1.5tb", "h200-128gb", "h200-256gb", "gh200", "a100", "rtx4090", "rtx3090", "a6000"} == set(MACHINES)
+    for name, known in MACHINES.items():
+        assert known.name == name
+        assert known.source.startswith("measured" if name == "h200-128gb" else "estimated from")
+        assert Machine.from_json(known.to_json()) == known
+
+
+PUBLISHED = {  # billions of parameters, by the model cards
+    "qwen2.5-0.5b": 0.49,
+    "qwen2.5-7b": 7.61,
+    "qwen2.5-72b": 72.7,
+    "qwen3-8b": 8.2,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6,
+    "llama-3.1-405b": 405.9,
+    "mistral-large": 122.6,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 140.6,
+    "command-r-plus": 103.8,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "deepseek-v3": 671,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_built_in_shapes_have_the_published_parameters(name: str) -> None:
+    assert builtin(name).num_parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_active_parameters_of_experts_are_the_published_ones() -> None:
+    published = {"gpt-oss-120b": 5.1, "deepseek-v3": 37, "qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9}
+    for name, billions in published.items():
+        assert builtin(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.1)
+
+
+def test_a_spec_counts_work_as_the_counter_of_whole_models_does() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config())
+    spec, work = model_spec(model, Formats(precision="fp32", master="fp32"), "tiny"), model_work(model)
+    assert (spec.num_parameters, spec.active_parameters) == (work.num_parameters, work.matrix_parameters)
+    assert spec.attention_width == work.attention_width
+
+
+def test_the_bottleneck_is_the_lane_that_compute_waits_for() -> None:
+    work = Workload(num_sequences=8, length=1024, rows=8)
+    assert bottleneck(predicted(builtin("qwen2.5-7b"), work).simulation)[0] == "cpu"
+    assert bottleneck(predicted(builtin("qwen2.5-7b"), work, homes=30).simulation)[0] == "compute"
+    slow = dataclasses.replace(H200, h2d_bytes_per_second=2e9)
+    assert bottleneck(predicted(builtin("qwen2.5-7b"), work, machine=slow).simulation)[0] == "h2d"
