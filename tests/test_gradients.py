@@ -11,35 +11,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gradient_helpers import SIZES, assert_same, gradients, loss_of, pair
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
-
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
-
-
-def pair() -> tuple[nn.Module, nn.Module]:
-    """A plain model and a streamed copy."""
-    plain = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
-    return plain, mt.stream(copy.deepcopy(plain))
-
-
-def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(seed))
-    return model(input_ids=ids, labels=ids).loss
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    differing = [name for name in left if not torch.equal(left[name], right[name])]
-    assert not differing, differing
 
 
 def clip_plain(model: nn.Module, max_norm: float) -> float:

@@ -40,6 +40,7 @@ from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
+from megatrain.store.set_aside import SetAside
 from megatrain.transport.activations import ActivationStore
 from megatrain.transport.drain import GradientPacket
 from megatrain.transport.stream import LaneStream
@@ -124,8 +125,7 @@ class Engine:
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
-        self.num_averages = 0
-        """How many `ema_weights` blocks are open: weights are not to be trained then."""
+        self.set_aside = SetAside()
         self.consumer: weakref.WeakMethod[Callable[[Home], None]] | None = None
         """With clip="layer": queues the update of a home whose gradients were just sent home, which uses them up."""
         self.is_last: dict[str, bool] = {}
@@ -135,6 +135,7 @@ class Engine:
         self._thread = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._consumed: set[Home] = set()
+        self._looked_at: Home | None = None
         self._update_report: dict[str, float] = {}
         self.plan: Plan | None = None
         """What memory and time were planned to be, where that was asked for."""
@@ -229,6 +230,7 @@ class Engine:
 
     def join_autograd(self) -> None:
         """A backward, perhaps autograd's own, is about to add gradients of weights."""
+        self.check_trainable()
         is_autograd = torch._C._current_graph_task_id() != -1
         if self.passes.is_held and is_autograd and not self.is_collecting:
             raise UserError(
@@ -246,14 +248,17 @@ class Engine:
 
         Returns the detached losses in order. Gradients are at home, or on their way.
         """
+        self.check_trainable()
         return run_accumulated(self, thunks)
 
     def _send(self, home: Home, packet: GradientPacket) -> None:
         """A pass's gradients of `home` are complete."""
         if self.config.clip == "global":
             self.transport.drain(home, packet)
+            if home.grads.is_lent:
+                # What is added now is their gradient as it is now, and not as they may change it afterwards.
+                home.grads.arrived.wait()
             return
-        self.check_trainable()
         consume = None if self.consumer is None else self.consumer()
         if consume is None:
             raise UserError(
@@ -270,8 +275,7 @@ class Engine:
 
     def check_trainable(self) -> None:
         """Raises RefusedError while the weights are their moving average."""
-        if self.num_averages:
-            raise RefusedError("training inside ema_weights(), where weights are their average: leave the block first")
+        self.set_aside.check("training")
 
     def end_step(self) -> None:
         """The optimizer has made its step."""
@@ -305,6 +309,10 @@ class Engine:
 
     def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
         """A parameter's gradient on the host, or None."""
+        if self._looked_at is not None and self._looked_at is not home:
+            # So that all gradients can be looked at in turn without a copy of each (see `lend`).
+            self._looked_at.grads.let_go()
+        self._looked_at = home
         home.updated.wait()
         return home.grads.lend(field)
 
@@ -324,11 +332,11 @@ class Engine:
         """Global norm of all gradients, which become gradients times min(1, max_norm / (norm + 1e-6)). The factor is
         multiplied in by the update. A norm of NaN makes all of them NaN, as in plain PyTorch."""
         norms = self.gradient_norms()
-        now = [norm * home.grads.scale for home, of in norms.items() for norm in of.values()]
+        now = [norm * home.grads.factor(field) for home, of in norms.items() for field, norm in of.items()]
         total = sum(norm * norm for norm in now) ** 0.5
         factor = max_norm / (total + 1e-6)
-        for home in norms:
-            home.grads.scale *= factor if not factor > 1.0 else 1.0
+        for home in norms if not factor >= 1.0 else ():
+            home.grads.multiply(factor)
         return torch.tensor(total, dtype=torch.float32)
 
     # What happened.

@@ -92,6 +92,7 @@ class StreamedModel(nn.Module):
                 "load_state_dict(assign=True) on a streamed model is refused: it would replace the parameters that are "
                 "at home; leave assign out"
             )
+        _engine(self).set_aside.check("load_state_dict")
         return super().load_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -274,6 +274,8 @@ def _basic_index(index: Any) -> tuple[Any] | None:
 def _write(func: Callable[..., Any], target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on the masters, which it changes, and write them home. Returns what `func` does: its target."""
     targets = [one for one in (target if isinstance(target, (list, tuple)) else [target]) if _is_home(one)]
+    for one in targets:
+        one._engine.set_aside.check(f"writing {one._field.name}")
     if getattr(func, "__module__", None) != "torch.nn.init":
         for one in targets:
             _check_untracked(func, one)

@@ -1,16 +1,24 @@
-"""The moving average of the weights: in their place for a while, and the memory that it takes."""
+"""The moving average of the weights: how it moves without an update, stands in their place, and the memory it takes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
 
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
+from megatrain.optim.formula import ema_
 from megatrain.optim.states import EMA, State
 from megatrain.plan.placement import HBM_TIER
 from megatrain.plan.rows import host_bytes
 from megatrain.store.home import Home
+from megatrain.store.masters import join
+
+PIECE = 1 << 18
+"""Parameters that `move` works on at a time, with about 3 MB of temporaries."""
 
 
 def require(engine: Engine, parameters: Iterable[HomeParameter]) -> None:
@@ -21,24 +29,32 @@ def require(engine: Engine, parameters: Iterable[HomeParameter]) -> None:
     memory.require(max(0, missing_bytes), "training with an average of the weights (ema_decay)")
 
 
-@contextlib.contextmanager
+def move(
+    home: Home, parameters: Sequence[HomeParameter], own_states: Mapping[HomeParameter, State], decay: float
+) -> None:
+    """One step of the averages of parameters that had no gradient in it: their weights stay, the averages follow."""
+    home.tiers[home.place.moments].expose()
+    with torch.no_grad():
+        for parameter in parameters:
+            field, average = parameter._field, own_states[parameter][EMA].view(-1)
+            weights = home.weights(field).view(-1)
+            for start in range(0, field.numel, PIECE):
+                cut = slice(start, start + PIECE)
+                now = weights[cut].to(average.device)
+                now = join(now, home.low_half(field)[cut].to(average.device)) if field.is_split else now.float()
+                ema_(average[cut], now, decay)
+
+
 def in_place_of_weights(
     engine: Engine,
     members: Mapping[Home, Sequence[tuple[HomeParameter, int]]],
     own_states: Mapping[HomeParameter, State],
-) -> Iterator[None]:
-    """Within the block homes hold the averages; after it what they held before. Blocks nest."""
+) -> contextlib.AbstractContextManager[None]:
+    """Within the block homes hold the averages; after it what they held before. Blocks nest, in any order."""
     engine.wait()
-    kept = {home: (home.wire.clone(), home.low.clone()) for home in members}
-    engine.num_averages += 1
-    try:
-        for home, of_home in members.items():
-            for parameter, _ in of_home:
-                home.write(parameter._field, own_states[parameter][EMA])
-        yield
-    finally:
-        for home, (wire, low) in kept.items():
-            home.wire.copy_(wire)
-            home.low.copy_(low)
-            home.version += 1
-        engine.num_averages -= 1
+
+    def write(home: Home) -> None:
+        for parameter, _ in members[home]:
+            home.write(parameter._field, own_states[parameter][EMA])
+
+    return engine.set_aside.holding({home: functools.partial(write, home) for home in members})

@@ -10,20 +10,19 @@ A rule subclasses it and says which rule a group has and with which scalars (`op
 from __future__ import annotations
 
 import contextlib
-import copy
-import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import average, checks, states
+from megatrain.optim import state_dict as state_dicts
 from megatrain.optim.lossless_update import LosslessSegment
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Ema, Segment
@@ -34,8 +33,6 @@ from megatrain.spec.layout import Field
 from megatrain.store.home import Home, expose_held
 from megatrain.store.lending import Lending
 from megatrain.store.rounding import make_key
-
-logger = logging.getLogger("megatrain")
 
 Group = dict[str, Any]
 Work = Segment | LosslessSegment
@@ -143,7 +140,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             checks.check_parameters(group)
             self.check_group(group)
             self._adopt(group)
-        except UserError:
+        except (UserError, RefusedError):
             self.param_groups.pop()
             raise
 
@@ -157,7 +154,8 @@ class HomeOptimizer(torch.optim.Optimizer):
             self._members[home] = [member for member in members if member[1] < num_kept]
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]
-        """Queue an update for every parameter that has a gradient. Parameters without one are left alone.
+        """Queue an update for every parameter that has a gradient. Those without one are left alone; their averages
+        (`ema_decay`) move on.
 
         If any gradient is infinite or NaN, nothing is updated and nothing counted: `step_was_skipped` is then True.
         Raises NonFiniteError when that has happened more than `max_skipped_steps` times in a row.
@@ -173,12 +171,13 @@ class HomeOptimizer(torch.optim.Optimizer):
         if engine.config.clip == "layer":
             bad = [home.name for home in engine.consumed if not math.isfinite(home.grads.arrived_norm)]
             self._skips.judge(bad[0] if bad else None, is_whole_step=False)
+            homes = [home for home in self._homes_in_order(engine) if home not in engine.consumed]
         else:
             members = {home: self._members[home] for home in engine.homes if home in self._members}
             self._skips.judge(first_bad_layer(members, engine.homes), is_whole_step=True)
-            if not self.step_was_skipped:
-                for home in self._homes_in_order(engine):
-                    self._update(engine, home)
+            homes = [] if self.step_was_skipped else self._homes_in_order(engine)
+        for home in homes:
+            self._update(engine, home)
         if is_looked_at:
             self._wait()
         engine.end_step()
@@ -201,60 +200,51 @@ class HomeOptimizer(torch.optim.Optimizer):
         As long as somebody holds one of the states, `step` waits for its updates: they are never seen half done.
         """
         self._wait()
-        packed = super().state_dict()
-        packed["state"] = {index: states.saved_state(state) for index, state in packed["state"].items()}
-        packed["moments"] = self.moments
-        return packed
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        packed = {**state_dicts.pack(self.param_groups, self.state), "moments": self.moments}
+        return state_dicts.through(self._optimizer_state_dict_post_hooks, self, packed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over moments, step counts and group settings; moments of another format are converted, and it says so.
+        An average that was not saved starts as the weights are now, and it says so.
 
-        Raises ValueError when groups do not match, UserError when states or numbers do not fit.
+        Raises ValueError when groups do not match, UserError when states or numbers do not fit, or ask for another rule
+        than states are made for; nothing has changed then.
         """
         self._wait()
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        states.check_sections(state_dict)
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
-        if sizes != saved_sizes:
-            raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
-        settings = [{k: copy.deepcopy(v) for k, v in saved.items() if k != "params"} for saved in saved_groups]
-        loads: list[states.Load] = []
-        for group, setting, saved in zip(self.param_groups, settings, saved_groups, strict=True):
-            self.check_group({**group, **setting})
-            for parameter, index in zip(group["params"], saved["params"], strict=True):
-                state = state_dict["state"].get(index)
-                own, rule = self._states[parameter], self._rules[parameter]
-                parameter._home.expose()
-                loads.append(states.Load(own, state, rule, self.moments, state_dict.get("moments"), parameter._field))
+        assert self._engine is not None
+        self._engine.set_aside.check("optimizer.load_state_dict")
+        state_dict = state_dicts.through(self._optimizer_load_state_dict_pre_hooks, self, state_dict)
+        wanted = state_dicts.with_saved_numbers(self.param_groups, state_dict)
+        for group in wanted:
+            self.check_group(group)
+        checks.check_rules(wanted, self.rule, self._rules)
+        loads = state_dicts.checked_loads(state_dict, self.param_groups, self._states, self._rules, self.moments)
         # All have been looked at: nothing is overwritten by a state that does not fit.
-        for group, setting in zip(self.param_groups, settings, strict=True):
-            group.update(setting)
-        converted = {load.saved_moments for load in loads if load.run()}
-        for name in sorted(converted - {self.moments}):
-            logger.warning("the saved moments are %s and were converted to %s", name, self.moments)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for group, now in zip(self.param_groups, wanted, strict=True):
+            group.update(now)
+        for load in loads:
+            load.run()
+        state_dicts.report(loads, self.moments)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def close(self) -> None:
         """Wait for the updates and end the worker threads."""
         self._wait()
         self._updaters.close()
 
-    @contextlib.contextmanager
-    def ema_weights(self) -> Iterator[None]:
+    def ema_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within the block the model's weights are their moving average (rounded to bf16 where masters are): to
         evaluate or to save. After it they are again what they were, bit for bit. Takes a copy of the weights meanwhile.
 
-        Raises UserError without `ema_decay`. Training in the block is refused.
+        Raises UserError without `ema_decay`. Training and writing weights in the block is refused.
         """
         if self.ema_decay is None:
             raise UserError(f"there is no average of the weights: make {type(self).__name__}(..., ema_decay=0.999)")
         assert self._engine is not None
-        with average.in_place_of_weights(self._engine, self._members, self._states):
-            yield
+        return average.in_place_of_weights(self._engine, self._members, self._states)
 
     @property
     def moments(self) -> str:
@@ -276,19 +266,19 @@ class HomeOptimizer(torch.optim.Optimizer):
         return [home for home in order if home in self._members]
 
     def _update(self, engine: Engine, home: Home) -> None:
-        """Queue the update of a home whose gradients are there."""
-        work = self._work(home, self._snapshot(home), home.grads.scale)
-        if not work:
+        """Queue the update of a home whose gradients are there, or none."""
+        work, idle = self._work(home, self._snapshot(home)), self._idle(home)
+        if not (work or idle):
             return
         measures = engine.measure_updates
-        self._queue(engine, home, lambda: self._run(engine, home, work, measures))
+        self._queue(engine, home, lambda: self._run(engine, home, work, idle, measures), changes_weights=bool(work))
 
     def _consume(self, home: Home) -> None:
         """clip="layer": queue the update of a home whose gradients are on their way, which uses them up."""
         engine = self._engine
         assert engine is not None
         if home not in self._members:
-            self._queue(engine, home, home.grads.give_back)
+            self._queue(engine, home, home.grads.give_back, changes_weights=False)
             return
         groups, measures = self._snapshot(home), engine.measure_updates
 
@@ -298,40 +288,43 @@ class HomeOptimizer(torch.optim.Optimizer):
                 if not math.isfinite(norm):
                     return
                 clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
-                self._run(engine, home, self._work(home, groups, clip), measures)
+                self._run(engine, home, self._work(home, groups, clip), self._idle(home), measures)
             finally:
                 home.grads.give_back()
 
-        self._queue(engine, home, update)
+        self._queue(engine, home, update, changes_weights=True)
 
-    def _queue(self, engine: Engine, home: Home, update: Callable[[], None]) -> None:
+    def _queue(self, engine: Engine, home: Home, update: Callable[[], None], *, changes_weights: bool) -> None:
         # A reader that comes between sees the old fence or the new one, never a home without either.
         home.updated = engine.transport.update(home, update)
-        home.version += 1
+        home.version += changes_weights
         if home.is_lent:
             home.updated.wait()
 
+    def _idle(self, home: Home) -> list[HomeParameter]:
+        """Parameters without a gradient, if they have averages."""
+        if self.ema_decay is None:
+            return []
+        return [parameter for parameter, _ in self._members[home] if parameter._field not in home.grads.touched]
+
     def _snapshot(self, home: Home) -> list[tuple[HomeParameter, Group]]:
         """The home's parameters, each with its group's numbers as they are now."""
-        numbers = [
-            # A scheduler may change a tensor in place before the update runs.
-            {key: value.item() if checks.is_scalar(value) else value for key, value in group.items() if key != "params"}
-            for group in self.param_groups
-        ]
+        numbers = checks.numbers_now(self.param_groups)
         return [(parameter, numbers[index]) for parameter, index in self._members[home]]
 
-    def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], clip: float) -> list[Work]:
-        """Segments of the parameters that have a gradient. Counts their steps."""
+    def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], factor: float = 1.0) -> list[Work]:
+        """Segments of the parameters that have a gradient, which is multiplied by `factor` beside its own. Counts their
+        steps."""
         made: list[Work] = []
-        known: dict[tuple[int, int], Scalars] = {}
+        known: dict[tuple[int, int, float], Scalars] = {}
         for parameter, group in pairs:
             gradient = home.grads.view(parameter._field)
             if gradient is None:
                 continue
             state = self._states[parameter]
             state["step"] += 1
-            step = int(state["step"])
-            key = id(group), step
+            step, clip = int(state["step"]), factor * home.grads.factor(parameter._field)
+            key = id(group), step, clip
             if key not in known:
                 known[key] = self.scalars(group, step, clip)
             made.append(self._segment(home, parameter, self.rule(group), gradient, known[key], step))
@@ -360,10 +353,14 @@ class HomeOptimizer(torch.optim.Optimizer):
         name = "fp32" if self.moments == states.LOSSLESS else self.moments
         return Segment(states=states.stored(state, rule, name), **flat)
 
-    def _run(self, engine: Engine, home: Home, work: Sequence[Work], measures: bool) -> None:
+    def _run(
+        self, engine: Engine, home: Home, work: Sequence[Work], idle: Sequence[HomeParameter], measures: bool
+    ) -> None:
         """On the home's update lane."""
         results = self._apply(home, work, measures)
-        if measures:
+        if idle and self.ema_decay is not None:
+            average.move(home, idle, self._states, self.ema_decay)
+        if measures and work:
             change = sum(result.change_squares for result in results if result is not None)
             weight = sum(result.weight_squares for result in results if result is not None)
             engine.report_update(home, (change / weight) ** 0.5 if weight else 0.0)
@@ -388,6 +385,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             by_home.setdefault(parameter._home, {})[parameter] = self.rule(group)
         assert self._engine is not None
         if self.ema_decay is not None:
+            self._engine.set_aside.check("making an optimizer with ema_decay")
             average.require(self._engine, [*self._states, *group["params"]])
         for home, rules in by_home.items():
             self._states.update(states.make_states(home, rules, self.moments, has_ema=self.ema_decay is not None))

@@ -83,6 +83,14 @@ def check_rules(
             )
 
 
+def numbers_now(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups' numbers, without parameters: a scheduler may change a tensor in place before the update runs."""
+    return [
+        {key: value.item() if is_scalar(value) else value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+
+
 def check_numbers(group: dict[str, Any], names: Sequence[str]) -> None:
     """Numbers of a group that must be finite and not negative."""
     for name in names:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import checks, rules
@@ -103,7 +103,7 @@ class Muon(HomeOptimizer):
         try:
             for group in _split(param_group):
                 super().add_param_group(group if group["use_muon"] else {**self._adamw, **group})
-        except ValueError:  # UserError among them
+        except (ValueError, RefusedError):  # UserError among them
             self._forget_groups(num_groups)
             raise
         for group in self.param_groups[num_groups:]:

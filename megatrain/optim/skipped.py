@@ -25,7 +25,7 @@ def first_bad_layer(members: Mapping[Home, Sequence[tuple[HomeParameter, int]]],
         norms = [norm for field, norm in home.grads.norms().items() if field in mine]
         if not all(map(math.isfinite, norms)):
             return home.name
-        is_clipped_badly |= bool(norms) and not math.isfinite(home.grads.scale)
+        is_clipped_badly |= not all(math.isfinite(home.grads.factor(field)) for field in mine)
     if not is_clipped_badly:
         return None
     return next(

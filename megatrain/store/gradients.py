@@ -3,8 +3,11 @@
 They lie where the home does: in host memory, or on the device. One backward pass fills a slab of exact size, reused
 from step to step. A second pass before `zero_grad` (a plain loop with several `backward` calls) adds to an fp32 total;
 that costs 4 bytes a parameter more and happens only then.
-Clipping leaves a factor behind, which the update multiplies in; whoever looks at a gradient before sees it multiplied.
-Rule: written by the drain lane, read by others only after `arrived`.
+Clipping leaves a factor behind, which the update multiplies in; whoever looks at a gradient before gets an fp32 copy
+with the factor in it. What is written into the copy is taken over; where nothing was, the gradient is what it was.
+
+Rules: written by the drain lane, read by others only after `arrived`. Reading a gradient changes no bit of any other
+result.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 
 import torch
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
 from megatrain.store.lending import Lending
@@ -33,21 +36,26 @@ class HomeGradients:
         self.arrived = Fence.done()
         self.layout: GradientLayout | None = None
         self.touched: frozenset[Field] = frozenset()
-        self.scale = 1.0
-        """Factor of clipping that is still to be multiplied in."""
         self.arrived_norm = 0.0
         """L2 norm of all that the last pass brought, also after it was used up."""
 
         self._memory = memory
+        self._factors: dict[Field, float] = {}
         self._norms: dict[Field, float] = {}
+        self._watched: dict[Field, float] = {}
+        """Norms of gradients that were lent, as taken then: one that has another norm now was written."""
         self._slab = torch.empty(0, dtype=dtype)
         self._total: torch.Tensor | None = None
-        self._lending = Lending()
+        self._apart: dict[Field, torch.Tensor] = {}
+        """Gradients in a tensor of their own: somebody holds the memory of the one before, or wrote into a copy."""
+        self._scaled: dict[Field, torch.Tensor] = {}
+        """Copies with the factor in them, which were lent. One that is not gradient times factor now was written."""
+        self._lendings: dict[Field, Lending] = {}
 
     @property
     def slab_bytes(self) -> int:
-        total_bytes = 0 if self._total is None else self._total.numel() * self._total.element_size()
-        return self._slab.numel() * self._slab.element_size() + total_bytes
+        others = [*self._apart.values(), *self._scaled.values(), *([] if self._total is None else [self._total])]
+        return sum(tensor.nbytes for tensor in (self._slab, *others))
 
     def clear(self) -> None:
         """`zero_grad`: nothing is here any more. The slab stays for the next pass, unless somebody still holds a view
@@ -55,12 +63,11 @@ class HomeGradients:
         if not self.is_kept:
             return
         self.arrived.wait()
-        self.touched, self.scale = frozenset(), 1.0
-        self._norms.clear()
+        self._forget_all()
         self._total = None
-        if self._lending.is_any_out:
+        if self.is_lent:
             self._slab = torch.empty(0, dtype=self.dtype)
-        self._lending.forget()
+        self._lendings.clear()
 
     @property
     def device(self) -> torch.device:
@@ -72,8 +79,7 @@ class HomeGradients:
 
     def give_back(self) -> None:
         """The update has used the gradients up, and a borrowed slab may be filled by others."""
-        self.touched, self.scale = frozenset(), 1.0
-        self._norms.clear()
+        self._forget_all()
         self._slab = torch.empty(0, dtype=self.dtype)
 
     def slab(self, layout: GradientLayout) -> torch.Tensor:
@@ -93,57 +99,81 @@ class HomeGradients:
 
     def add(self, layout: GradientLayout, touched: frozenset[Field], incoming: torch.Tensor) -> None:
         """Another pass has arrived in `incoming` (flat, like the slab): add it in fp32, field by field."""
-        self._multiply_in()
+        self._take_over_written(list(self._scaled))
         held = {field: self._view(field) for field in self.touched}
         # A field that was frozen meanwhile keeps its gradient; the pass has no room for it.
         frozen = [field for field in held if field not in layout.offsets]
         merged = GradientLayout.of([*layout.offsets, *frozen]) if frozen else layout
         total = torch.zeros(merged.numel, dtype=torch.float32, device=self._memory.device)
         for field, view in held.items():
-            merged.view(total, field).copy_(view)
+            target = merged.view(total, field).copy_(view)
+            if self.factor(field) != 1.0:
+                target.mul_(self.factor(field))
         for field in touched:
             # Into a field that held nothing it is copied: 0 + x would turn -0 into +0.
             target = merged.view(total, field)
             target.add_(layout.view(incoming, field)) if field in held else target.copy_(layout.view(incoming, field))
+        self._forget_all()
         self._total = total
-        self.layout, self.touched = merged, self.touched | touched
-        self._norms.clear()
+        self.layout, self.touched = merged, frozenset(held) | touched
 
     def view(self, field: Field) -> torch.Tensor | None:
-        """The field's gradient (its shape; slab dtype, or fp32 after `add`) without `scale`, or None if none came."""
-        self.arrived.wait()
+        """The field's gradient (its shape; slab dtype, or fp32 after `add`) without `factor`, or None if none came."""
+        self.settle()
         return self._view(field) if field in self.touched else None
 
+    def factor(self, field: Field) -> float:
+        """What clipping left to be multiplied into the field's gradient."""
+        return self._factors.get(field, 1.0)
+
+    def multiply(self, factor: float) -> None:
+        """Clipping: every gradient times `factor`, and so the copies of clipped ones that somebody holds."""
+        self.settle()
+        for field in self.touched:
+            self._factors[field] = self.factor(field) * factor
+        for field, scaled in self._scaled.items():
+            scaled.copy_(self._multiplied(field))
+
     def lend(self, field: Field) -> torch.Tensor | None:
-        """As `view`, with `scale` multiplied in, for somebody who may change it or hold on to it."""
-        self.arrived.wait()
+        """The gradient with `factor` multiplied in, for somebody who may change it or hold on to it: as `view` where
+        nothing was clipped, else an fp32 copy. None if none came."""
+        self.let_go()
         if field not in self.touched:
             return None
-        self._multiply_in()
-        self._memory.expose()
-        self._norms.pop(field, None)
-        return self._lending.lend(self._view(field))
+        if field not in self._scaled and self.factor(field) == 1.0:
+            if field in self._norms and field not in self._watched:
+                self._watched[field] = self._measure(field)
+            self._memory.expose()
+            return self._lendings.setdefault(field, Lending()).lend(self._view(field))
+        if field not in self._scaled:
+            if self._is_out(field):
+                # Theirs is that of before clipping, and from now on theirs alone.
+                self._norm(field)
+                self._watched.pop(field, None)
+                self._apart[field] = self._view(field).clone()
+            self._scaled[field] = self._multiplied(field)
+        return self._lendings.setdefault(field, Lending()).lend(self._scaled[field])
+
+    def let_go(self) -> None:
+        """Of copies that nobody holds any more; what was written into them is taken over."""
+        self.arrived.wait()
+        self._take_over_written([field for field in self._scaled if not self._is_out(field)])
+
+    def settle(self) -> None:
+        """Take over what was written into copies until now."""
+        self.arrived.wait()
+        self._take_over_written(list(self._scaled))
 
     @property
     def is_lent(self) -> bool:
         """Somebody still holds what `lend` returned, and may change it at any time."""
-        return self._lending.is_any_out
+        return any(map(self._is_out, self._lendings))
 
     def norms(self) -> dict[Field, float]:
-        """L2 norm of each gradient without `scale`. Taken during the drain, or now where that has changed."""
-        self.arrived.wait()
-        if not self.touched:
-            return {}
-        assert self.layout is not None
-        fields = [field for field in self.layout.offsets if field in self.touched]  # in one order: norms are summed
-        for field in fields:
-            if field not in self._norms:
-                self._norms[field] = float(torch.linalg.vector_norm(self._view(field), dtype=torch.float32))
-        norms = {field: self._norms[field] for field in fields}
-        if self.is_lent:
-            # A gradient that somebody holds may change again.
-            self._norms.clear()
-        return norms
+        """L2 norm of each gradient without `factor`. Taken during the drain, or now where that has changed."""
+        self.settle()
+        # In one order: norms are summed.
+        return {field: self._norm(field) for field in sorted(self.touched, key=lambda field: field.offset)}
 
     def drop_all(self, fields: frozenset[Field]) -> None:
         """`zero_grad` of an optimizer that has some of the home's parameters."""
@@ -160,43 +190,103 @@ class HomeGradients:
         if not self.is_kept:
             return
         self.arrived.wait()
-        self.touched = self.touched - {field}
-        self._norms.pop(field, None)
+        self._forget(field)
         if not self.touched:
-            # Factor and total belonged to what was here.
+            # The total belonged to what was here.
             self.clear()
 
     def set(self, layout: GradientLayout, field: Field, value: torch.Tensor) -> None:
-        """`p.grad = value` for one parameter. Raises UserError where gradients are not kept."""
+        """`p.grad = value` for one parameter: a copy of it, in the dtype that the home's gradients have now.
+
+        Raises UserError where gradients are not kept, RefusedError for a sparse value; nothing has changed then.
+        """
         if not self.is_kept:
             raise UserError(f'p.grad = value for {field.name}: with clip="layer" gradients are used up in the backward')
-        self.arrived.wait()
-        self._memory.expose()
-        self._multiply_in()
-        if not self.touched or self.layout is not layout or self.is_lent:
-            kept = {other: self._view(other).clone() for other in self.touched}
-            frozen = [other for other in kept if other not in layout.offsets]
-            self.layout = GradientLayout.of([*layout.offsets, *frozen])
-            self._total = None
-            if self.is_lent:
-                # Theirs must not change.
-                self._slab = torch.empty(0, dtype=self.dtype)
-                self._lending.forget()
-            self.slab(self.layout)
-            for other, grad in kept.items():
-                self._view(other).copy_(grad)
+        if value.layout != torch.strided:
+            raise RefusedError(f"p.grad = value for {field.name}: it is {value.layout}: give it value.to_dense()")
+        self.settle()
+        if field in self.touched and _is_same_memory(value, self._scaled.get(field, self._view(field))):
+            # `p.grad *= 2` puts back what it took.
+            return
+        dtype = self.dtype if self._total is None else torch.float32
+        fresh = torch.empty(field.shape, dtype=dtype, device=self.device).copy_(value.detach())
+        if not self.touched:
+            self.slab(layout)
+            self.layout = layout
+        assert self.layout is not None
+        self._forget(field)
+        if field in self.layout.offsets and not self._is_out(field):
+            self._memory.expose()
+            self._view(field).copy_(fresh)
+        else:
+            self._apart[field] = fresh
         self.touched = self.touched | {field}
-        self._norms.pop(field, None)
-        self._view(field).copy_(value)
 
     def _view(self, field: Field) -> torch.Tensor:
         # The drain lane itself comes here without waiting: `arrived` is its own fence.
+        if field in self._apart:
+            return self._apart[field]
         assert self.layout is not None
         return self.layout.view(self._slab if self._total is None else self._total, field)
 
-    def _multiply_in(self) -> None:
-        if self.scale != 1.0:
-            for field in self.touched:
-                self._view(field).mul_(self.scale)
-            self._norms.clear()
-            self.scale = 1.0
+    def _multiplied(self, field: Field) -> torch.Tensor:
+        """Gradient times factor in a new fp32 tensor: the bits that an update has before its first addition."""
+        return self._view(field).to(torch.float32, copy=True).mul_(self.factor(field))
+
+    def _take_over_written(self, fields: list[Field]) -> None:
+        for field in fields:
+            scaled, is_out = self._scaled[field], self._is_out(field)
+            if _is_same(scaled, self._multiplied(field)):
+                if not is_out:
+                    del self._scaled[field]
+                continue
+            view = self._view(field)
+            for of_before in (self._scaled, self._factors, self._norms, self._watched):
+                of_before.pop(field, None)
+            if is_out or view.dtype != torch.float32:
+                self._apart[field] = scaled
+            else:
+                self._memory.expose()
+                view.copy_(scaled)
+
+    def _is_out(self, field: Field) -> bool:
+        return field in self._lendings and self._lendings[field].is_any_out
+
+    def _norm(self, field: Field) -> float:
+        if field in self._watched or field not in self._norms:
+            now = self._measure(field)
+            # The norm of an unchanged gradient stays the one that was taken on the device: its last bits may differ.
+            if field not in self._norms or now != self._watched.get(field):
+                self._norms[field] = now
+            self._watched.pop(field, None)
+            if self._is_out(field):
+                self._watched[field] = now
+        return self._norms[field]
+
+    def _measure(self, field: Field) -> float:
+        return float(torch.linalg.vector_norm(self._view(field), dtype=torch.float32))
+
+    def _forget(self, field: Field) -> None:
+        self.touched = self.touched - {field}
+        for of_field in (self._apart, self._scaled, self._factors, self._norms, self._watched):
+            of_field.pop(field, None)
+
+    def _forget_all(self) -> None:
+        self.touched = frozenset()
+        for of_fields in (self._apart, self._scaled, self._factors, self._norms, self._watched):
+            of_fields.clear()
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit for bit: NaNs too. Both fp32."""
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+def _is_same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    is_like = (left.device, left.dtype, left.shape, left.stride()) == (
+        right.device,
+        right.dtype,
+        right.shape,
+        right.stride(),
+    )
+    return is_like and left.data_ptr() == right.data_ptr()

@@ -28,7 +28,8 @@ class Lending:
         if tensor.numel() == 0:
             return torch.empty_like(tensor)
         if tensor.device.type != "cpu":
-            lent: Tensor = tensor.view_as(tensor)
+            # No view: what somebody writes in grad mode joins a graph, and the owner's tensor must stay out of it.
+            lent: Tensor = tensor.detach()
             holder: Any = lent
         else:
             # The storage holds the array, and nothing else does.
