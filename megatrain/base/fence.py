@@ -3,6 +3,8 @@
 A fence is recorded once. On a CUDA lane it carries the event of the enqueued work, so another stream waits for it
 without the host; on a host lane the work is over when the fence is recorded. A lane that fails records its exception:
 whoever waits gets it, so a dead worker ends the run with its own error.
+Rule: recording never blocks, whatever became of those who wait. threading.Event is not enough: an interrupt (Ctrl-C) in
+the middle of its `wait` can leave its inner lock held, and the lane that sets it hangs.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import threading
 
 import torch
 
+GATE_SECONDS = 0.5
+
 
 class Fence:
     """One-shot. `record` or `fail` exactly once; wait as often as needed."""
 
-    __slots__ = ("_error", "_event", "_recorded")
+    __slots__ = ("_error", "_event", "_gate", "_is_recorded")
 
     def __init__(self) -> None:
-        self._recorded = threading.Event()
+        self._is_recorded = False
+        self._gate = threading.Lock()
+        self._gate.acquire()  # whoever waits stands before it until the fence is recorded
         self._event: torch.cuda.Event | None = None
         self._error: BaseException | None = None
 
@@ -26,7 +32,7 @@ class Fence:
     def done(cls) -> Fence:
         """A fence that was passed long ago."""
         fence = cls()
-        fence._recorded.set()
+        fence.record()
         return fence
 
     @classmethod
@@ -41,18 +47,20 @@ class Fence:
         return fence
 
     def record(self, event: torch.cuda.Event | None = None) -> None:
-        assert not self._recorded.is_set(), "a fence is recorded once"
-        self._event = event
-        self._recorded.set()
+        self._open(event, None)
 
     def fail(self, error: BaseException) -> None:
-        assert not self._recorded.is_set(), "a fence is recorded once"
-        self._error = error
-        self._recorded.set()
+        self._open(None, error)
+
+    def _open(self, event: torch.cuda.Event | None, error: BaseException | None) -> None:
+        assert not self._is_recorded, "a fence is recorded once"
+        self._event, self._error = event, error
+        self._is_recorded = True
+        self._gate.release()
 
     @property
     def is_recorded(self) -> bool:
-        return self._recorded.is_set()
+        return self._is_recorded
 
     def wait(self) -> None:
         """Block the host until the work behind the fence is over; raise the lane's error if it failed."""
@@ -71,6 +79,9 @@ class Fence:
             stream.wait_event(self._event)
 
     def _wait_recorded(self) -> None:
-        self._recorded.wait()
+        # One at a time goes through the gate; the timeout is for those behind one that an interrupt caught in it.
+        while not self._is_recorded:
+            if self._gate.acquire(timeout=GATE_SECONDS):
+                self._gate.release()
         if self._error is not None:
             raise self._error
