@@ -20,9 +20,9 @@ WIDE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_a
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model's folder without weights."""
-    llama_config(**WIDE).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    """A model's folder without weights, under a name that a terminal could take for markup."""
+    llama_config(**WIDE).save_pretrained(tmp_path / "[bold]model")
+    return tmp_path / "[bold]model"
 
 
 def data(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
@@ -94,6 +94,7 @@ def test_what_if_changes_one_thing_at_a_time(capsys: pytest.CaptureFixture[str],
     code, out, _ = command(capsys, "plan", folder, *options)
     assert code == 0
     assert all(change in out for change in ["as planned", *changes])
+    assert "[bold]model" in out
 
 
 def test_the_trace_is_one_that_chrome_opens(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:

@@ -208,6 +208,22 @@ def test_device_memory_that_is_short_is_named() -> None:
         plan(machine(3, 60), spec, Workload(num_sequences=1, length=2 * context), Config())
 
 
+def test_smaller_micro_batches_and_fewer_sequences_are_offered_where_they_are_enough() -> None:
+    work = Workload(num_sequences=64, length=4096, rows=64)
+    text = refused(30, 60, work)
+    rows = int(re.search(r"micro-batches of at most (\d+) sequence", text)[1])
+    for number, fits in ((rows, True), (rows + 1, False)):
+        tried = dataclasses.replace(work, rows=number)
+        assert (Planner(machine(30, 60), wide_llama(), tried, Config()).best() is not None) is fits
+    # The inputs of all sequences of a step wait for the backward.
+    work = Workload(num_sequences=256, length=4096)
+    text = refused(12, 40, work)
+    number = int(re.search(r"at most (\d+) sequences of 4,096 tokens a step", text)[1])
+    for count, fits in ((number, True), (number + 1, False)):
+        tried = dataclasses.replace(work, num_sequences=count, rows=1)
+        assert (Planner(machine(12, 40), wide_llama(), tried, Config()).best() is not None) is fits
+
+
 def test_the_largest_context_is_the_largest() -> None:
     spec, small = wide_llama(), machine(8, 60)
     context = largest_context(small, spec, Config())

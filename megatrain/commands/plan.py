@@ -200,6 +200,8 @@ def _context(question: Question, found: Plan) -> int:
 
 
 def _print_head(console: Console, found: Plan, note: str) -> None:
+    from rich.markup import escape
+
     from megatrain.plan.explain import describe
 
     spec, machine, config, formats = found.spec, found.machine, found.config, found.spec.formats
@@ -207,7 +209,7 @@ def _print_head(console: Console, found: Plan, note: str) -> None:
     active = spec.active_parameters
     is_sparse = active < 0.7 * spec.num_parameters
     work = f", {format_count(active)} of them at work for a token" if is_sparse else ""
-    console.rule(f"[bold]megatrain plan[/] {spec.name}", align="left")
+    console.rule(f"[bold]megatrain plan[/] {escape(spec.name)}", align="left")
     print_fact(console, "model", f"{format_count(spec.num_parameters)} parameters{work}, {layers}")
     disk = f", {_gb(machine.disk_bytes)} GB disk" if found.budgets.disk else ""
     memory = (

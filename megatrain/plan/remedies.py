@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
-from megatrain.base.units import GB
+from megatrain.base.units import GB, format_number
 from megatrain.plan.machine import Machine
 from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.planner import Plan, Planner
@@ -36,20 +37,25 @@ def plan(machine: Machine, spec: ModelSpec, workload: Workload, config: Config) 
     return best
 
 
-def largest_context(machine: Machine, spec: ModelSpec, config: Config) -> int:
-    """Most tokens of one sequence for which a step fits, to a multiple of 256; 0 if none does."""
+def largest_context(machine: Machine, spec: ModelSpec, config: Config, num_sequences: int = 1) -> int:
+    """Most tokens of a sequence for which a step fits, one in a micro-batch, to a multiple of 256; 0 if none does."""
 
-    def fits(length: int) -> bool:
-        planner = Planner(machine, spec, Workload(num_sequences=1, length=length), config)
-        return any(planner.fitted(1, num_homes, 1, CPU) is not None for num_homes in planner.few_home_counts())
+    def fits(steps: int) -> bool:
+        workload = Workload(num_sequences=num_sequences, length=256 * steps, rows=1)
+        return Planner(machine, spec, workload, config).fits()
 
-    step, low, high = 256, 0, 1
-    while high < 2**18 and fits(high * step):
+    return 256 * _most(fits, 2**18)
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to about `limit` that fits, if all smaller ones do; 0 if none does."""
+    low, high = 0, 1
+    while high < limit and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _refusal(planner: Planner) -> str:
@@ -76,9 +82,10 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     largest = max((home for home in spec.homes if home.layers), key=lambda home: sum(f.numel for f in home.fields))
     working = planner.maker.working_bytes(smallest.rows)
     remedies = [f"a device with {_gb(needed - planner.budgets.hbm)} more"]
-    if workload.rows is not None and workload.rows > 1:
-        remedies.append(f"fewer than {workload.rows} sequences in a micro-batch")
-    context = largest_context(planner.machine, spec, planner.config)
+    rows = _fewer_rows(planner)
+    if rows:
+        remedies.append(f"micro-batches of at most {format_number(rows, 'sequence')}")
+    context = largest_context(planner.machine, spec, planner.config, workload.num_sequences)
     if 0 < context < workload.length:
         remedies.append(f"sequences of at most {context:,} tokens")
     return (
@@ -112,10 +119,35 @@ def _host_refusal(planner: Planner) -> str:
         on_disk = spilled.peak(DISK_TIER)
         has = f", {_gb(on_disk - planner.budgets.disk)} more than there is" if planner.budgets.disk else ""
         remedies.append(f"offload_dir with {_gb(on_disk)} free{has}")
+    fewer = _fewer_sequences(planner)
+    if fewer:
+        remedies.append(f"at most {fewer:,} sequences of {planner.workload.length:,} tokens a step")
     return (
         f"beside what the device takes, host memory must hold {_gb(needed)} and may hold {_gb(planner.budgets.ram)}. "
         f"Any of these is enough: {'; '.join(remedies)}"
     )
+
+
+def _fewer_rows(planner: Planner) -> int:
+    """Most sequences of a micro-batch for which a step fits; 0 if none does, or where the plan may choose."""
+
+    def fits(rows: int) -> bool:
+        fewer = dataclasses.replace(planner.workload, rows=rows)
+        return Planner(planner.machine, planner.spec, fewer, planner.config).fits()
+
+    return 0 if planner.workload.rows is None else _most(fits, planner.workload.rows)
+
+
+def _fewer_sequences(planner: Planner) -> int:
+    """Most sequences of this length for which a step fits: the inputs of all of them wait for the backward."""
+    workload = planner.workload
+
+    def fits(number: int) -> bool:
+        rows = None if workload.rows is None else min(workload.rows, number)
+        fewer = Workload(num_sequences=number, length=workload.length, rows=rows)
+        return Planner(planner.machine, planner.spec, fewer, planner.config).fits()
+
+    return _most(fits, workload.num_sequences)
 
 
 def _state_bytes(planner: Planner) -> int:

@@ -30,6 +30,10 @@ GRADIENTS_SHARE_ROOM = False
 """Whether the engine gives the room of gradients that are used up to activations. Today each home keeps its slab from
 step to step, so gradients count whole at every moment."""
 
+INPUTS_ON_THEIR_WAY = 6
+"""Layer inputs of a micro-batch that are on the device though their home is the host: brought back ahead of their use
+(`transport/activations.py`), and on their way out."""
+
 ROW_NAMES = ("weights", "low halves", "gradients", "moments", "activations", "buffers")
 _PART_ROWS = {"weights": "weights", "low": "low halves", "moments": "moments"}
 
@@ -95,10 +99,10 @@ class TimelineMaker:
         """Of all layers' inputs that wait for the backward, at most."""
         return max(self._inputs)
 
-    @property
-    def returning_bytes(self) -> int:
-        """Device memory of inputs on their way to the host or back, where not all stay."""
-        return 2 * self._workload.num_tokens * self._spec.hidden_size * compute_bytes(self._spec)
+    def returning_bytes(self, rows: int) -> int:
+        """Device memory of inputs on their way to the host or back, where not all stay: of a few micro-batches."""
+        each = rows * self._workload.length * self._spec.hidden_size * compute_bytes(self._spec)
+        return min(self.input_bytes, INPUTS_ON_THEIR_WAY * each)
 
     def activation_budget(self, choice: Choice, device_bytes: int) -> int | None:
         """The most inputs that may stay on the device beside everything else; None if not even none."""
@@ -108,7 +112,7 @@ class TimelineMaker:
         if not tight:
             return self.input_bytes
         # What comes and goes takes room too, at every moment at which not all stay: so once more.
-        returning = self.returning_bytes
+        returning = self.returning_bytes(choice.rows)
         tight = [
             room - returning for room, inputs in zip(rooms, self._inputs, strict=True) if inputs > room - returning
         ]
@@ -125,7 +129,8 @@ class TimelineMaker:
         fixed[RAM, "buffers"] = self._host_buffers(choice)
         budget = choice.activation_bytes
         working = self._working_curve(choice.rows)
-        on_device = [num_bytes if num_bytes <= budget else budget + self.returning_bytes for num_bytes in self._inputs]
+        returning = self.returning_bytes(choice.rows)
+        on_device = [num_bytes if num_bytes <= budget else budget + returning for num_bytes in self._inputs]
         moving: dict[tuple[str, str], Sequence[int]] = {
             (HBM_TIER, "activations"): [a + b for a, b in zip(on_device, working, strict=True)],
             (RAM, "activations"): [max(0, num_bytes - budget) for num_bytes in self._inputs],
