@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -219,3 +223,31 @@ def test_gradient_fields_do_not_overlap(shapes: list[list[int]]) -> None:
         layout.view(flat, field).add_(1)
     assert flat.sum() == sum(field.numel for field in fields)
     assert flat.max() == 1
+
+
+def test_a_fence_is_recorded_wherever_its_waiter_was_interrupted() -> None:
+    def interrupted_at(step: int) -> bool:
+        fence, left = Fence(), step
+
+        def trace(frame: object, event: str, argument: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        recorder = threading.Thread(target=lambda: (time.sleep(0.01), fence.record()), daemon=True)
+        recorder.start()
+        sys.settrace(trace)
+        try:
+            fence.wait()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+            recorder.join(timeout=5)
+            assert not recorder.is_alive(), f"recording hangs after an interrupt at step {step}"
+        return False
+
+    assert interrupted_at(1)
+    assert not all(interrupted_at(step) for step in range(2, 200))
