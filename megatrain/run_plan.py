@@ -18,8 +18,10 @@ from megatrain.base.paths import existing_parent, machine_profile_path, user_pat
 from megatrain.execute.engine import Engine
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import nearest_machine
+from megatrain.plan.placement import RAM
 from megatrain.plan.planner import Plan, Planner
 from megatrain.plan.remedies import plan
+from megatrain.plan.rows import NUM_UPDATE_SLOTS, UPDATE_SLOT_BYTES
 from megatrain.plan.schedule import Choice
 from megatrain.plan.workload import Workload
 from megatrain.spec.homes import Formats
@@ -73,12 +75,14 @@ def machine_at_hand(config: Config, device: torch.device) -> Machine:
 def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
     """The stream as it was planned. What `options` say outright holds."""
     names = (home.name for home in plan.spec.homes)
+    spare_bytes = plan.budgets.ram - plan.timeline.peak(RAM)
     activation_bytes = plan.choice.activation_bytes if options.activation_bytes is None else options.activation_bytes
     return dataclasses.replace(
         options,
         places=dict(zip(names, plan.choice.places, strict=True)),
         num_slots=plan.choice.num_slots,
         activation_bytes=activation_bytes,
+        num_update_slots=NUM_UPDATE_SLOTS + max(0, spare_bytes) // UPDATE_SLOT_BYTES,
     )
 
 

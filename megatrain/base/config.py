@@ -172,6 +172,9 @@ class StreamOptions:
     num_slots: int = 3
     """Slots for blocks. Two let one layer fill while another runs; the third hides the turn of direction."""
 
+    num_update_slots: int | None = None
+    """Host slots for states of homes on disk, no more than are of use. None: as spare host memory allows."""
+
     max_drains: int = 2
     """Layers whose gradients may be on their way to the host before the compute lane has to wait."""
 
@@ -192,9 +195,9 @@ class StreamOptions:
         for name in ("serial", "poison"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
-        for name, least in (("num_slots", 1), ("max_drains", 1), ("activation_bytes", 0)):
+        for name, least in (("num_slots", 1), ("max_drains", 1), ("activation_bytes", 0), ("num_update_slots", 1)):
             value = getattr(self, name)
-            is_left_out = value is None and name == "activation_bytes"
+            is_left_out = value is None and name in ("activation_bytes", "num_update_slots")
             is_count = isinstance(value, int) and not isinstance(value, bool)
             if not (is_left_out or (is_count and value >= least)):
                 raise UserError(f"{name}={value!r} must be a whole number and at least {least}")

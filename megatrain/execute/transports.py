@@ -7,7 +7,7 @@ import torch
 from megatrain.base.config import StreamOptions
 from megatrain.execute.layer import StreamedLayer
 from megatrain.plan.placement import DISK_TIER
-from megatrain.plan.rows import NUM_UPDATE_SLOTS, NUM_WEIGHT_SLOTS, Placement
+from megatrain.plan.rows import NUM_WEIGHT_SLOTS, Placement
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.transport.disk import DiskWindow, WeightReader
@@ -40,7 +40,8 @@ def _disk(homes: list[Home], memory: HostMemory, placement: Placement) -> tuple[
     if not placement.has_disk:
         return None, None
     assert memory.disk is not None
-    window = DiskWindow(memory.disk, memory, num_slots=NUM_UPDATE_SLOTS, slot_bytes=placement.update_slot_bytes)
+    num_slots, slot_bytes = placement.num_update_slots, placement.update_slot_bytes
+    window = DiskWindow(memory.disk, memory, num_slots=num_slots, slot_bytes=slot_bytes)
     on_disk = [home for home in homes if home.place.weights == DISK_TIER]
     if not on_disk:
         return window, None

@@ -19,7 +19,10 @@ one micro-batch's loss, which is not known before a batch is seen."""
 
 NUM_UPDATE_SLOTS = 6
 UPDATE_SLOT_BYTES = 32 << 20
-"""Host slots for states of homes on disk: one is updated, the others are on their way in or out."""
+"""Host slots for states of homes on disk, at least so many: one is updated, the others are on their way in or out. More
+hold what is read ahead while no update runs, over the forward and backward."""
+SPARE_SHARE = 0.5
+"""Of the host memory that is left, for more of them; the rest is for inputs of layers."""
 SLACK_BYTES = 4 * 4096
 """For a field's part on disk, which may begin and end within pages."""
 NUM_WEIGHT_SLOTS = 2
@@ -47,6 +50,7 @@ class Placement:
     places: dict[HomePlan, Place]
     config: Config
     options: StreamOptions
+    num_update_slots: int = NUM_UPDATE_SLOTS
 
     @property
     def streamed(self) -> list[HomePlan]:
@@ -92,7 +96,7 @@ class Placement:
 
     def host_slot_bytes(self) -> int:
         """Host memory through which the disk is read and written."""
-        return host_slot_bytes(self.disk_weight_bytes, self.update_slot_bytes)
+        return NUM_WEIGHT_SLOTS * self.disk_weight_bytes + self.num_update_slots * self.update_slot_bytes
 
     def _gradient_bytes(self, plan: HomePlan) -> int:
         numel = sum(field.numel for key, field in plan.parameters.items() if key in self.trainable)
@@ -138,7 +142,13 @@ def plan_placement(
         return placement
     # What is read from disk passes through host memory too.
     rest_bytes = host_bytes(placement) - sum(placement.part_bytes(part, RAM) for part in PARTS)
-    return placed(max(0, ram_bytes - rest_bytes - placement.disk_weight_bytes))
+    placement = placed(max(0, ram_bytes - rest_bytes - placement.disk_weight_bytes))
+    slot_bytes = max(1, placement.update_slot_bytes)
+    num_slots = options.num_update_slots
+    if num_slots is None:
+        num_slots = int(SPARE_SHARE * (ram_bytes - host_bytes(placement)) / slot_bytes)
+    most = -(-sum(placement.part_bytes(part, DISK_TIER) for part in ("moments", "low")) // slot_bytes)
+    return dataclasses.replace(placement, num_update_slots=max(NUM_UPDATE_SLOTS, min(num_slots, most)))
 
 
 def memory_rows(placement: Placement) -> list[Row]:

@@ -10,6 +10,7 @@ So a forked process must not write (`check_process`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import weakref
@@ -111,6 +112,9 @@ class HostMemory:
     def _page_lock(self, tensor: torch.Tensor, mapping: mmap.mmap) -> None:
         code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
         if int(code) != 0:
+            # CUDA keeps the error, and the next kernel would raise it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
             logger.warning(
                 "could not page-lock %s of host memory (CUDA error %s): transfers from it run at about 8 GB/s instead "
                 "of 50. Raise the limit of locked memory (ulimit -l) to mend it.",

@@ -53,10 +53,18 @@ class _Slot:
     """How many of the ranges are written back."""
     num_exposures: int = -1
     """Of the disk, when the reads began."""
+    is_open: bool = False
+    is_ahead: bool = False
+    """Filled for a piece that has not been opened yet."""
 
     @property
     def is_idle(self) -> bool:
         return all(fence.is_recorded for fence in self.under_way)
+
+    @property
+    def is_busy(self) -> bool:
+        """What it holds is about to be changed, or written."""
+        return self.is_ahead or self.is_open or not self.is_idle
 
     def wait(self) -> None:
         while self.under_way:
@@ -110,6 +118,7 @@ class DiskWindow:
         self._ranges[key] = list(first.values())
         self.predictor.observe(key)
         slot = self._open = self._take(key, list(first.values()))
+        slot.is_open = True
         self._read(slot, list(last.values()))
         self._read_ahead()
         started = time.perf_counter()
@@ -126,30 +135,29 @@ class DiskWindow:
         slot, self._open = self._open, None
         if slot is None:
             return
+        slot.is_open = False
         for of, memory in zip(slot.ranges[: slot.num_written], slot.parts(), strict=False):
             slot.under_way.append(of.extent.write(of.start, memory))
 
     def flush(self) -> None:
         """Wait until all is written."""
         for slot in self._slots:
-            if slot not in self._aheads:
+            if not slot.is_ahead:
                 slot.wait()
 
     def _take(self, key: Key, ranges: list[_Range]) -> _Slot:
         """A slot into which the ranges are read, or were."""
-        slot = self._ahead.pop(key, None)
+        slot = self._drop(key) if key in self._ahead else None
         # What shares pages with this piece, which is about to change, was read too early.
-        self._ahead = {other: ahead for other, ahead in self._ahead.items() if not ahead.overlaps(ranges)}
+        for other in [other for other, ahead in self._ahead.items() if ahead.overlaps(ranges)]:
+            self._drop(other)
         if slot is not None and slot.num_exposures == self._disk.num_exposures:
             return slot
-        if slot is None:
-            slot = next(iter(self._free()), None)
-        if slot is None:
-            # Full of what was read ahead: the last of it gives way.
-            _, slot = self._ahead.popitem()
+        # Where all are full of what was read ahead, the last of it gives way.
+        slot = slot or self._free() or self._drop(next(reversed(self._ahead)))
         self._empty(slot)
         for other in self._slots:
-            if other is not slot and other.overlaps(ranges) and other not in self._aheads:
+            if other is not slot and not other.is_ahead and other.overlaps(ranges):
                 other.wait()
         self._read(slot, ranges)
         slot.num_written = len(ranges)
@@ -160,23 +168,28 @@ class DiskWindow:
             if key in self._ahead:
                 continue
             ranges = self._ranges[key]
-            slot = next((slot for slot in self._free() if slot.is_idle), None)
-            busy = [other for other in self._slots if other is self._open or not other.is_idle or other in self._aheads]
-            if slot is None or any(other.overlaps(ranges) for other in busy):
+            slot = self._free()
+            if (
+                slot is None
+                or not slot.is_idle
+                or any(other.overlaps(ranges) for other in self._slots if other.is_busy)
+            ):
                 return
             self._empty(slot)
             self._read(slot, ranges)
-            slot.num_written = len(ranges)
+            slot.num_written, slot.is_ahead = len(ranges), True
             self._ahead[key] = slot
 
-    @property
-    def _aheads(self) -> list[_Slot]:
-        return list(self._ahead.values())
+    def _drop(self, key: Key) -> _Slot:
+        """The slot of what was read ahead, which is so no more."""
+        slot = self._ahead.pop(key)
+        slot.is_ahead = False
+        return slot
 
-    def _free(self) -> list[_Slot]:
-        """Slots that may be filled once their writes are over, those first where they are."""
-        free = [slot for slot in self._slots if slot is not self._open and slot not in self._aheads]
-        return sorted(free, key=lambda slot: not slot.is_idle)
+    def _free(self) -> _Slot | None:
+        """A slot that may be filled once its writes are over, one where they are if there is one."""
+        free = [slot for slot in self._slots if not (slot.is_open or slot.is_ahead)]
+        return next((slot for slot in free if slot.is_idle), free[0] if free else None)
 
     def _empty(self, slot: _Slot) -> None:
         slot.wait()

@@ -36,13 +36,13 @@ class Predictor(Generic[Item]):
 
     def predict(self, depth: int) -> list[Item]:
         """The next `depth` distinct items, nearest first; fewer when nothing is known."""
-        predicted: list[Item] = []
+        predicted: dict[Item, None] = {}  # in order, and quickly asked
         previous, current = self._previous, self._current
         # A cycle of known visits may hold fewer distinct items than asked for: bound the walk.
         for _ in range(4 * depth):
             if current is None or len(predicted) == depth or (previous, current) not in self._after:
                 break
             previous, current = current, self._after[(previous, current)]
-            if current not in predicted and current != self._current:
-                predicted.append(current)
-        return predicted
+            if current != self._current:
+                predicted[current] = None
+        return list(predicted)
