@@ -33,9 +33,8 @@ from megatrain.plan.rows import (
 )
 from megatrain.plan.workload import Workload
 from megatrain.run_plan import predict_run, spec_of
-from megatrain.spec.homes import HomePlan
 from megatrain.store.home import Home
-from megatrain.store.memory import DeviceMemory
+from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.store.tier import Tier
 
 _config = Config()
@@ -86,21 +85,8 @@ def init(
     Raises UserError for a setting that cannot work.
     """
     global _config
-    _config = Config(
-        offload_dir=offload_dir,
-        max_vram_gb=max_vram_gb,
-        max_ram_gb=max_ram_gb,
-        optimizer_compression=optimizer_compression,
-        precision=precision,
-        device=device,
-        compile=compile,
-        master=master,
-        grad_dtype=grad_dtype,
-        clip=clip,
-        hbm_home_gb=hbm_home_gb,
-        workload=workload,
-        defer_loading=defer_loading,
-    )
+    # The arguments by name, and nothing else yet.
+    _config = Config(**locals())
     # Imports transformers, which this module does without.
     from megatrain.load.deferral import defer_loading as defer
 
@@ -131,16 +117,8 @@ def stream(
     """
     if isinstance(model, nn.Module) and engine_of(model) is not None:
         return model
-    if torch.is_inference_mode_enabled():
-        raise UserError("mt.stream inside torch.inference_mode(): its tensors could never train; call it outside")
-    check_model(model, initialize)
-    if not isinstance(options, StreamOptions | None):
-        raise UserError(f"options={options!r} must be StreamOptions (megatrain.base.config), or None")
-    if not isinstance(bf16, bool | None):
-        raise UserError(f"bf16={bf16!r} must be True, False, or None to follow the model")
     workload = workload or _config.workload
-    if not isinstance(workload, Workload | None):
-        raise UserError(f"workload={workload!r} must be an mt.Workload, or None")
+    _check_stream(model, initialize, bf16, options, workload)
     config, options = _config, options or StreamOptions()
     outline = outline_model(model, config, options, bf16=bf16, may_be_meta=initialize is not None, workload=workload)
     device, placement, memory = outline.device, outline.placement, outline.memory
@@ -148,12 +126,7 @@ def stream(
     if device.type == "cuda":
         prepare_cuda(device, outline.formats.precision, config)
 
-    tiers: dict[str, Tier] = {RAM: memory, HBM_TIER: DeviceMemory(device)}
-    if memory.disk is not None:
-        tiers[DISK_TIER] = memory.disk
-    homes = [_make_home(plan, placement, tiers) for plan in plans]
-    for plan, home in zip(plans, homes, strict=True):
-        home.trainable.update((field, key in placement.trainable) for key, field in plan.parameters.items())
+    homes = _make_homes(placement, memory, device)
     layers = make_layers(outline.layers, plans, homes)
     # Takes its device memory now: where there is too little, the model is still as it was.
     engine = Engine(
@@ -171,10 +144,24 @@ def stream(
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
     for plan, home in zip(plans, homes, strict=True):
         move_home(model, plan, home, initialize)
+        memory.lock(home.wire, home.low)
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
     print(engine.summary(), flush=True)
     return model
+
+
+def _check_stream(model: Any, initialize: Any, bf16: Any, options: Any, workload: Any) -> None:
+    """Raises UserError for arguments of `stream` that are none, and for a place where it cannot work."""
+    if torch.is_inference_mode_enabled():
+        raise UserError("mt.stream inside torch.inference_mode(): its tensors could never train; call it outside")
+    check_model(model, initialize)
+    if not isinstance(options, StreamOptions | None):
+        raise UserError(f"options={options!r} must be StreamOptions (megatrain.base.config), or None")
+    if not isinstance(bf16, bool | None):
+        raise UserError(f"bf16={bf16!r} must be True, False, or None to follow the model")
+    if not isinstance(workload, Workload | None):
+        raise UserError(f"workload={workload!r} must be an mt.Workload, or None")
 
 
 def check_fits(model: nn.Module, *, bf16: bool | None = None) -> None:
@@ -295,7 +282,18 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-def _make_home(plan: HomePlan, placement: Placement, tiers: Mapping[str, Tier]) -> Home:
+def _make_homes(placement: Placement, memory: HostMemory, device: torch.device) -> list[Home]:
+    """One a plan, in their order; what trains is marked. They take no page-locked memory yet (`memory.lock`)."""
+    tiers: dict[str, Tier] = {RAM: memory, HBM_TIER: DeviceMemory(device)}
+    if memory.disk is not None:
+        tiers[DISK_TIER] = memory.disk
+    homes = []
     keeps_gradients = placement.config.clip == "global"
-    place = placement.places[plan]
-    return Home(plan.name, plan.fields, tiers, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
+    for plan in placement.plans:
+        place = placement.places[plan]
+        # Locked pages are taken at once: all homes beside a model that is in memory already would be the model twice.
+        with memory.locking_later():
+            home = Home(plan.name, plan.fields, tiers, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
+        home.trainable.update((field, key in placement.trainable) for key, field in plan.parameters.items())
+        homes.append(home)
+    return homes

@@ -7,10 +7,8 @@ import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import tokenizers
 import torch
@@ -21,6 +19,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, TrainingArguments
 
 import megatrain as mt
+import megatrain.execute.deferred as deferred
 import megatrain.load.deferral as deferral
 from megatrain.execute.deferred import DeferredParameter
 from megatrain.execute.engine import engine_of
@@ -200,7 +199,7 @@ def test_adapters_are_put_on_before_anything_is_read(tmp_path: Path) -> None:
 
 def test_a_layer_without_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(saved(tmp_path))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(deferred, "free_host_bytes", lambda: 1000)
     with pytest.raises(mt.UserError, match=r"embed_tokens.weight was asked for before mt.stream.*are free.*mt.Trainer"):
         ask(model)
     monkeypatch.undo()

@@ -1,10 +1,8 @@
-"""mt.from_config: the initialisation of the architecture, a layer at a time; and what neither way of loading holds."""
+"""mt.from_config: the initialisation of the architecture, a layer at a time."""
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 import megatrain as mt
 from megatrain.load.initial import Initialiser
 from megatrain.load.units import names_of, parameters_on_meta
-
-ROOT = Path(__file__).parent.parent
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
@@ -184,75 +180,3 @@ def test_a_parameter_without_a_value_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_refusals(config: Any, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(mt.UserError, match=message):
         mt.from_config(config, **keywords)
-
-
-# Memory, of a process of its own: homes, two layers and what a first use costs
-
-MEMORY = """
-import json, sys, threading, torch
-import megatrain as mt
-from transformers import LlamaConfig, LlamaForCausalLM
-from megatrain.execute.engine import engine_of
-
-def anonymous_bytes():
-    rows = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-    return 1024 * sum(int(rows[name].split()[0]) for name in ("RssAnon", "RssShmem"))
-
-def load(how, config, folder):
-    if how == "from_config":
-        return mt.from_config(config, dtype="float32")
-    return mt.from_pretrained(folder, dtype="float32")
-
-torch.set_num_threads(1)
-how, folder = sys.argv[1:]
-tiny = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                   num_key_value_heads=2, vocab_size=64, head_dim=16)
-mt.init(device="cpu")
-LlamaForCausalLM(tiny).save_pretrained(folder + "-tiny")
-load(how, tiny, folder + "-tiny")  # what a first use costs is there already
-config = LlamaConfig.from_pretrained(folder)
-before, peak, done = anonymous_bytes(), 0, threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, anonymous_bytes())
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = load(how, config, folder)
-done.set()
-watcher.join()
-homes = engine_of(model).homes
-sizes = [home.wire.nbytes + home.low.nbytes for home in homes]
-print(json.dumps({"peak": max(peak, anonymous_bytes()) - before, "homes": sum(sizes), "layer": max(sizes)}))
-"""
-
-
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """380 MB in bf16, in shards of 20 MB; 755 MB of fp32 homes. Its values are zeros: they are not looked at."""
-    from transformers import LlamaForCausalLM
-
-    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16,
-                         num_key_value_heads=4, vocab_size=4096, dtype="bfloat16")  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    folder = tmp_path_factory.mktemp("large") / "model"
-    values = {name: torch.zeros(value.shape, dtype=torch.bfloat16) for name, value in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=values, max_shard_size="20MB")
-    return folder
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of memory")
-@pytest.mark.parametrize("how", ["from_pretrained", "from_config"])
-def test_memory_is_homes_and_two_layers(how: str, large_model: Path) -> None:
-    assert len(list(large_model.glob("*.safetensors"))) > 15
-    command = [sys.executable, "-c", MEMORY, how, str(large_model)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
-    allowance_bytes = 48 * 2**20
-    print(figures)
-    assert figures["homes"] > 700e6
-    assert figures["peak"] <= figures["homes"] + 2 * figures["layer"] + allowance_bytes, figures

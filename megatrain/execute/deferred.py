@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megatrain.base.cgroup import free_host_bytes
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_bytes
 from megatrain.execute.functions import METADATA
@@ -76,7 +76,7 @@ class DeferredWeights:
 
     def _check_room(self, parameters: list[DeferredParameter]) -> None:
         needed_bytes = sum(_num_bytes(one) for one in parameters)
-        free_bytes = psutil.virtual_memory().available
+        free_bytes = free_host_bytes()
         if needed_bytes <= free_bytes:
             return
         left_bytes = sum(_num_bytes(one) for ones in self._left.values() for one in ones)

@@ -74,25 +74,17 @@ class Stored:
 
 def read_headers(files: list[str]) -> dict[str, Stored]:
     """Key -> where it is. Raises UserError for a file that is lacking, damaged or cut short."""
-    found = {}
+    found: dict[str, Stored] = {}
     for path in files:
         with open_shard(path), reading(path), _descriptor(path) as descriptor:
             num_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
             header = json.loads(os.pread(descriptor, num_bytes, 8))
+            header.pop("__metadata__", None)
             is_cached = _is_cached(descriptor)
-            for key, entry in header.items():
-                if key == "__metadata__":
-                    continue
-                start, end = (8 + num_bytes + offset for offset in entry["data_offsets"])
-                found[key] = Stored(
-                    path=path,
-                    key=key,
-                    shape=entry["shape"],
-                    dtype=entry["dtype"],
-                    start=start,
-                    end=end,
-                    is_cached=is_cached,
-                )
+        for key, entry in header.items():
+            start, end = (8 + num_bytes + offset for offset in entry["data_offsets"])
+            place = {"path": path, "key": key, "start": start, "end": end, "is_cached": is_cached}
+            found[key] = Stored(shape=entry["shape"], dtype=entry["dtype"], **place)
     return found
 
 

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import mmap
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -44,6 +45,9 @@ class HostMemory:
         self.pinned_bytes = 0
         self._reserved_bytes = 0
         self._pin = pin
+        self._locks_later = False
+        self._unlocked: dict[int, tuple[torch.Tensor, mmap.mmap]] = {}
+        """Buffers that are still to be page-locked, by address."""
         self._owner = OwnProcess()
 
     def check_process(self) -> None:
@@ -67,12 +71,30 @@ class HostMemory:
             self._account("ram_bytes", mapped_bytes, mapping)
             tensor = torch.frombuffer(mapping, dtype=torch.uint8)
             if pinned and self._pin:
-                # Touched by all threads first: page-locking does it with one.
-                tensor[::PAGE_BYTES].zero_()
-                self._page_lock(tensor, mapping)
+                self._unlocked[tensor.data_ptr()] = tensor, mapping
+                if not self._locks_later:
+                    self.lock(tensor)
             return tensor[:num_bytes]
         assert self.disk is not None
         return self.disk.empty(num_bytes)
+
+    @contextlib.contextmanager
+    def locking_later(self) -> Iterator[None]:
+        """Pinned buffers that are asked for inside take no memory until they are written, and have to be `lock`ed."""
+        self._locks_later = True
+        try:
+            yield
+        finally:
+            self._locks_later = False
+
+    def lock(self, *buffers: torch.Tensor) -> None:
+        """Page-lock those of `buffers` that came from `empty` inside `locking_later`, whole as they came."""
+        for buffer in buffers:
+            if buffer.data_ptr() in self._unlocked:
+                tensor, mapping = self._unlocked.pop(buffer.data_ptr())
+                # Touched by all threads first: page-locking does it with one.
+                tensor.view(-1, PAGE_BYTES)[:, 0].add_(0)
+                self._page_lock(tensor, mapping)
 
     def _account(self, counter: str, num_bytes: int, mapping: mmap.mmap) -> None:
         """Count `num_bytes` for as long as `mapping` lives."""
@@ -104,7 +126,8 @@ class HostMemory:
         """What may still be taken from memory."""
         if self.max_bytes is not None:
             return max(0, self.max_bytes - self.ram_bytes - self._reserved_bytes)
-        return max(0, free_host_bytes() - self._reserved_bytes)
+        promised_bytes = sum(tensor.numel() for tensor, _ in self._unlocked.values())
+        return max(0, free_host_bytes() - self._reserved_bytes - promised_bytes)
 
     def _fits_in_ram(self, num_bytes: int) -> bool:
         return self.disk is None or num_bytes <= self.free_bytes()
