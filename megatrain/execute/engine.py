@@ -283,6 +283,7 @@ class Engine:
         """The optimizer has made its step."""
         self.restart_step()
         self.num_steps += 1
+        self.transport.rest()
         self.report.end_step()
 
     def restart_step(self) -> None:
@@ -308,6 +309,8 @@ class Engine:
         self.transport.flush()
         for home in self.homes:
             home.updated.wait()
+        if self.memory.disk is not None:
+            self.memory.disk.settle()
 
     def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
         """A parameter's gradient on the host, or None."""
