@@ -20,7 +20,7 @@ from megatrain.base.errors import UserError
 from megatrain.plan.cost import STEP_SECONDS, cpu_update_seconds
 from megatrain.plan.flops import ModelWork, counted_flops, published_flops
 from megatrain.plan.machine import Machine
-from megatrain.plan.placement import CPU, DISK_TIER, HBM, HBM_TIER, RAM, STREAM, Place, part_bytes
+from megatrain.plan.placement import CPU, DISK_TIER, HBM, HBM_TIER, RAM, STREAM, Place, part_bytes, spill_order
 from megatrain.plan.schedule import Choice, Schedule, visit_costs
 from megatrain.plan.simulate import Simulation
 from megatrain.plan.timeline import Timeline, TimelineMaker
@@ -281,7 +281,7 @@ class Planner:
         movable = [
             (part, index)
             for part in SPILLED
-            for index in reversed(range(len(self.spec.homes)))
+            for index in spill_order(len(self.spec.homes), self.config.clip)
             if choice.places[index].tiers[part] == RAM and choice.places[index].update == "cpu"
             if self.sizes[index][part] and (self.spec.homes[index].layers or part == "moments")
         ]

@@ -105,6 +105,7 @@ class Schedule:
         self._sent: dict[int, int] = {}
         self._brought: dict[int, int] = {}
         self._states: deque[int] = deque()
+        self._ring: deque[int] = deque()
         self._weight_reads: deque[int] = deque()
         self._last_compute: int | None = None
         self._blocked: tuple[int, ...] = ()
@@ -255,6 +256,12 @@ class Schedule:
             self._blocked = (drains.popleft(),)
         num_bytes = self._gradient_bytes(home)
         waits = [compute, *([self._updated[home]] if home in self._updated else [])]
+        if self._clips_layers:
+            # Its slab is free when the update of the home that had it before is over.
+            if len(self._ring) == MAX_DRAINS + 1:
+                before = self._ring.popleft()
+                waits += [self._updated[before]] if before in self._updated else []
+            self._ring.append(home)
         landed = self._add(D2H, "drain", name, num_bytes / self._machine.d2h_bytes_per_second, waits)
         drains.append(landed)
         if place.gradients == DISK_TIER:
