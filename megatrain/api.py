@@ -32,7 +32,7 @@ from megatrain.plan.rows import (
     activation_bytes,
 )
 from megatrain.plan.workload import Workload
-from megatrain.run_plan import predict_run, spec_of
+from megatrain.run_plan import learn, predict_run, spec_of
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.store.tier import Tier
@@ -141,6 +141,7 @@ def stream(
     )
     engine.plan = outline.plan
     if device.type == "cuda":
+        engine.report.learn = learn
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
     for plan, home in zip(plans, homes, strict=True):
         move_home(model, plan, home, initialize)
