@@ -1,4 +1,4 @@
-"""A step that the device's memory does not hold is done again with less there: the same bits, or the error as it was."""
+"""A step that the device's memory does not hold is done again with less there: the same bits, or the error as is."""
 
 from __future__ import annotations
 

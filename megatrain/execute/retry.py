@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatrain")
 
 _REMEDY = (
-    "smaller micro-batches take less, and mt.init(workload=mt.Workload(num_sequences=, length=, rows=)) plans memory for "
+    "smaller micro-batches take less; mt.init(workload=mt.Workload(num_sequences=, length=, rows=)) plans memory for "
     "what is to come"
 )
 
