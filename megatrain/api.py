@@ -80,7 +80,7 @@ def init(
         hbm_home_gb: device memory for layers that live and are updated there; None: as the plan for the workload says,
             or a fifth of what is free.
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
-            for it to the full. `megatrain train` knows it by itself.
+            for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
 
     Raises UserError for a setting that cannot work.
@@ -153,6 +153,11 @@ def stream(
     install(model, engine)
     print(engine.summary(), flush=True)
     return model
+
+
+def told_workload() -> Workload | None:
+    """What `mt.init` was told."""
+    return _workload
 
 
 def _check_workload(workload: Any) -> None:
