@@ -72,8 +72,9 @@ class Trainer(transformers.Trainer):
             args._n_gpu = 1  # else transformers multiplies the batch by the GPUs and wraps the model
         self._batches: list[Batch] = []
         self._losses: deque[tuple[Batch, torch.Tensor]] = deque()
+        self._given_dataset = given.get("train_dataset")  # transformers calls `model_init` before it keeps its own
         if model is not None:
-            model = _streamed(model, args, given.get("train_dataset"))
+            model = _streamed(model, args, self._given_dataset)
         super().__init__(model, args, *positional, **keywords)
         self._place_layer_reports()
 
@@ -100,7 +101,7 @@ class Trainer(transformers.Trainer):
             for name in ("model", "optimizer", "lr_scheduler"):
                 setattr(self.callback_handler, name, None)
             self.accelerator.free_memory()
-        return _streamed(super().call_model_init(trial), self.args, self.train_dataset)
+        return _streamed(super().call_model_init(trial), self.args, self._given_dataset)
 
     # Placement: the engine owns it
 

@@ -10,6 +10,7 @@ from update_training import tiny_llama
 
 import megatrain as mt
 from megatrain import api
+from megatrain.base.errors import PlanError
 from megatrain.data.lengths import NUM_LOOKED_AT, ROOM, likely_length
 from megatrain.plan.workload import Workload
 
