@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatrain.plan.planner import Plan
     from megatrain.plan.what_if import Question, WhatIf
     from megatrain.plan.workload import Workload
+    from megatrain.planning import OutlinedModel
 
 THIS = "this"
 TIER_TITLES = {"hbm": "device", "ram": "host", "disk": "disk"}
@@ -62,12 +63,15 @@ class PlanOptions:
 
 def plan(model: str, options: PlanOptions) -> None:
     """Prints the plan. Raises UserError: no such model or machine, settings that cannot be, nothing that fits."""
+    from megatrain.planning import outline_model
+
     console = make_console()
     workload = _workload(options)
     settings = _settings(options)
     trace = None if options.trace is None else _writable(options.trace)
+    outlined = outline_model(model)  # a slip in its name is told before a machine is measured
     machine, note = find_machine(options.machine)
-    question = _question(model, machine, workload, settings, options)
+    question = _question(outlined, machine, workload, settings, options)
     found = question.answer()
     answers = _answers(question, found) if options.what_if else []
     context = _context(question, found)
@@ -119,15 +123,15 @@ def _settings(options: PlanOptions) -> Config:
     )
 
 
-def _question(model: str, machine: Machine, workload: Workload, settings: Config, options: PlanOptions) -> Question:
+def _question(
+    outlined: OutlinedModel, machine: Machine, workload: Workload, settings: Config, options: PlanOptions
+) -> Question:
     import dataclasses
 
     from megatrain.plan.what_if import Question
-    from megatrain.planning import outline_model
 
     if not (machine.disk_bytes and machine.disk_read_bytes_per_second and machine.disk_write_bytes_per_second):
         settings = dataclasses.replace(settings, offload_dir=None)
-    outlined = outline_model(model)
     return Question(
         machine=machine,
         spec_of=outlined.spec,

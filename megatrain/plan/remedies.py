@@ -81,7 +81,7 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     spec, workload = planner.spec, planner.workload
     largest = max((home for home in spec.homes if home.layers), key=lambda home: sum(f.numel for f in home.fields))
     working = planner.maker.working_bytes(smallest.rows)
-    remedies = [f"a device with {_gb(needed - planner.budgets.hbm)} more"]
+    remedies = [f"a device with {_gb(needed - planner.budgets.hbm)} more{_and_on_the_host(planner, needed)}"]
     rows = _fewer_rows(planner)
     if rows:
         remedies.append(f"micro-batches of at most {format_number(rows, 'sequence')}")
@@ -91,16 +91,41 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     return (
         f"device memory is {_gb(planner.budgets.hbm)} and the least that a step needs is {_gb(needed)}: slot, gradient "
         f"sums and drains of {largest.name!r} {_gb(needed - working)}, and {_gb(working)} for a micro-batch of "
-        f"{smallest.rows} x {workload.length} in one layer. Any of these is enough: {'; '.join(remedies)}"
+        f"{smallest.rows} x {workload.length} in one layer. {_enough(remedies)}"
     )
 
 
-def _host_refusal(planner: Planner) -> str:
+def _and_on_the_host(planner: Planner, device_bytes: int) -> str:
+    """What would still be missing on a device that is large enough: no remedy is named that is none."""
+    larger = Planner(
+        planner.machine,
+        planner.spec,
+        planner.workload,
+        planner.config,
+        dataclasses.replace(planner.budgets, hbm=device_bytes),
+    )
+    if larger.fits():
+        return ""
+    needed, _ = _least_on_host(larger)
+    return f", and {_gb(needed - planner.budgets.ram)} more of host memory (or a disk for it)"
+
+
+def _least_on_host(planner: Planner) -> tuple[int, Choice]:
+    """Host memory of the choice that needs least of it, without a disk."""
     rooms = dataclasses.replace(planner.budgets, ram=2**62, disk=0)
     short = Planner(planner.machine, planner.spec, planner.workload, planner.config, rooms)
     choices = {short.maker.timeline(choice).peak(RAM): choice for choice in short.few_choices()}
     needed = min(choices)
-    choice = choices[needed]
+    return needed, choices[needed]
+
+
+def _enough(remedies: list[str]) -> str:
+    only = f"What is enough: {remedies[0]}"
+    return only if len(remedies) == 1 else f"Any of these is enough: {'; '.join(remedies)}"
+
+
+def _host_refusal(planner: Planner) -> str:
+    needed, choice = _least_on_host(planner)
     lacking = needed - planner.budgets.ram
     remedies = [f"{_gb(lacking)} more of host memory"]
     for settings in SMALLER:
@@ -124,7 +149,7 @@ def _host_refusal(planner: Planner) -> str:
         remedies.append(f"at most {fewer:,} sequences of {planner.workload.length:,} tokens a step")
     return (
         f"beside what the device takes, host memory must hold {_gb(needed)} and may hold {_gb(planner.budgets.ram)}. "
-        f"Any of these is enough: {'; '.join(remedies)}"
+        f"{_enough(remedies)}"
     )
 
 
