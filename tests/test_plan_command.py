@@ -188,7 +188,7 @@ def test_a_hub_that_has_no_config_is_asked_once(
         (["MODEL", "--clip", "never"], "clip='never' is not known"),
         (["MODEL", "--vram-gb", "0"], "max_vram_gb=0.0 must be a positive number"),
         (["MODEL", "--trace", "nowhere/lanes.json"], "--trace: nowhere/lanes.json cannot be written"),
-        (["MODEL", "--ram-gb", "2", "--no-disk", "--vram-gb", "2"], "Any of these is enough: "),
+        (["MODEL", "--ram-gb", "2", "--no-disk", "--vram-gb", "2"], "is enough: "),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

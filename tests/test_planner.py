@@ -317,3 +317,9 @@ def test_every_architecture_can_be_planned(name: str) -> None:
     spec = model_spec(make_model(name), Formats(precision="bf16", master="split"), name)
     found = Planner(MACHINES["rtx3090"], spec, Workload(num_sequences=2, length=64), Config()).best()
     assert found is not None and found.step_seconds > 0
+
+
+def test_a_remedy_for_the_device_names_what_the_host_lacks_too() -> None:
+    """12 GB more of device memory alone would not do for 405B, of which the host holds a fortieth."""
+    with pytest.raises(UserError, match=r"What is enough: a device with \d+ GB more, and 5\d\d\d GB more of host memory"):
+        plan(MACHINES["rtx4090"], builtin("llama-3.1-405b"), Workload(num_sequences=16, length=1024), Config())
