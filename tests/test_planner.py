@@ -321,5 +321,6 @@ def test_every_architecture_can_be_planned(name: str) -> None:
 
 def test_a_remedy_for_the_device_names_what_the_host_lacks_too() -> None:
     """12 GB more of device memory alone would not do for 405B, of which the host holds a fortieth."""
-    with pytest.raises(UserError, match=r"What is enough: a device with \d+ GB more, and 5\d\d\d GB more of host memory"):
+    both = r"What is enough: a device with \d+ GB more, and 5\d\d\d GB more of host memory"
+    with pytest.raises(UserError, match=both):
         plan(MACHINES["rtx4090"], builtin("llama-3.1-405b"), Workload(num_sequences=16, length=1024), Config())
