@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -324,3 +325,38 @@ def test_a_remedy_for_the_device_names_what_the_host_lacks_too() -> None:
     both = r"What is enough: a device with \d+ GB more, and 5\d\d\d GB more of host memory"
     with pytest.raises(UserError, match=both):
         plan(MACHINES["rtx4090"], builtin("llama-3.1-405b"), Workload(num_sequences=16, length=1024), Config())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("h2d_bytes_per_second", float("nan")),
+        ("h2d_bytes_per_second", -1),
+        ("h2d_bytes_per_second", float("inf")),
+        ("h2d_bytes_per_second", True),
+        ("h2d_bytes_per_second", 1e-300),
+        ("h2d_bytes_per_second", "x"),
+        ("hbm_bytes", None),
+        ("num_cores", 0),
+        ("name", 3),
+        ("update_ns_per_parameter", {"fp32": 0}),
+        ("update_ns_per_parameter", [1]),
+    ],
+)
+def test_a_profile_with_a_value_that_cannot_be_is_refused(field: str, value: object) -> None:
+    text = json.dumps({**json.loads(MACHINES["rtx4090"].to_json()), field: value})
+    with pytest.raises(UserError, match=rf"FILE is no profile of a machine \({field} is "):
+        Machine.from_json(text, "FILE")
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**20, 1.5, True, None])
+def test_a_workload_is_whole_and_of_a_size(count: object) -> None:
+    with pytest.raises(UserError, match="must be a whole number from 1 to 1,000,000,000"):
+        Workload(num_sequences=count, length=1)
+
+
+def test_rows_of_micro_batches_are_the_divisors() -> None:
+    for count in (1, 2, 12, 49, 97, 720):
+        plain = [rows for rows in range(count, 0, -1) if count % rows == 0]
+        assert Workload(num_sequences=count, length=1).row_choices() == plain
+    assert Workload(num_sequences=10**9, length=1).row_choices()[0] == 10**9

@@ -85,7 +85,7 @@ def test_what_host_memory_cannot_take_goes_to_disk(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="does not fit .* Any of these is enough"):
+    with pytest.raises(UserError, match="does not fit .* enough: .* more of host memory"):
         planned(monkeypatch, small(2 * 10**6, 10_000))
 
 

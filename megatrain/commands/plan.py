@@ -156,7 +156,7 @@ def find_machine(name: str) -> tuple[Machine, str]:
     path = user_path(name, "--machine")
     with looking_at("--machine"):
         if path.is_file():
-            return Machine.from_json(path.read_text(encoding="utf-8")), ""
+            return Machine.from_json(path.read_text(encoding="utf-8"), str(path)), ""
     return machine_named(name), ""
 
 
@@ -168,7 +168,7 @@ def _this_machine() -> tuple[Machine, str]:
     profile = machine_profile_path()
     with looking_at("--machine"):
         if profile.is_file():
-            machine = Machine.from_json(profile.read_text(encoding="utf-8"))
+            machine = Machine.from_json(profile.read_text(encoding="utf-8"), str(profile))
             if machine.hbm_bytes:
                 return machine, ""
     import torch

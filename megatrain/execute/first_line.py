@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatrain.base.config import Config
-from megatrain.base.units import format_bytes, format_count
+from megatrain.base.units import format_bytes, format_count, format_number
 from megatrain.execute.templates import group_templates
 from megatrain.plan.placement import DISK_TIER
 from megatrain.plan.rows import memory_rows
@@ -46,7 +46,7 @@ def describe_run(engine: Engine) -> str:
     num_blocks = sum(len(members) for members in templates.values())
     kinds = f" of {len(templates)} kinds" if len(templates) > 1 else ""
     num_on_device = sum(home.place.is_resident for home in engine.homes)
-    living = f" ({num_on_device} homes live there)" if num_on_device else ""
+    living = f" ({format_number(num_on_device, 'home')} on it)" if num_on_device else ""
     on_disk = _describe_disk(engine)
     compiled = ", blocks compiled at their first call" if engine.config.compile else ""
     return (

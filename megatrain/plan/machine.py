@@ -13,6 +13,8 @@ from typing import Any
 
 from megatrain.base.errors import UserError
 
+LEAST_RATE, MOST_RATE = 1e-6, 1e21
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -52,10 +54,31 @@ class Machine:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Machine:
-        """Raises UserError for what is no machine."""
+    def from_json(cls, text: str, what: str = "this") -> Machine:
+        """what: the text's name for an error. Raises UserError for what is no machine."""
         try:
             values: Any = json.loads(text)
-            return cls(**values)
+            machine = cls(**values)
+            machine._check()
         except (ValueError, TypeError) as error:
-            raise UserError(f"this is no profile of a machine ({error}): make one with `megatrain doctor`") from error
+            raise UserError(f"{what} is no profile of a machine ({error}): make one with `megatrain doctor`") from error
+        return machine
+
+    def _check(self) -> None:
+        """Raise ValueError for a value that cannot be."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "source"):
+                is_possible = isinstance(value, str)
+            elif field.name == "update_ns_per_parameter":
+                is_possible = isinstance(value, dict) and all(_is_rate(of) and of > 0 for of in value.values())
+            else:
+                is_possible = _is_rate(value) and (value > 0 or field.name not in ("ram_bytes", "num_cores"))
+            if not is_possible:
+                raise ValueError(f"{field.name} is {value!r}")
+
+
+def _is_rate(value: Any) -> bool:
+    """A number that bytes, or work a second, can be; 0 stands for what is not there."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (value == 0 or LEAST_RATE <= value <= MOST_RATE)

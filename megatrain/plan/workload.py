@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatrain.base.errors import UserError
+
+MOST = 10**9
+"""Sequences of a step, or tokens of one: more is a slip of the pen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +24,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name, value in (("sequences", self.num_sequences), ("length", self.length), ("rows", self.rows)):
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be a whole number and at least 1")
+            is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
+            if not is_count and not (value is None and name == "rows"):
+                raise UserError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}")
         if self.rows is not None and self.rows > self.num_sequences:
             raise UserError(f"rows={self.rows} of a micro-batch are more than the {self.num_sequences} of the step")
 
@@ -33,4 +38,5 @@ class Workload:
         """Sequences of a micro-batch that the plan may choose, most first: the divisors, so that all are of a size."""
         if self.rows is not None:
             return [self.rows]
-        return [rows for rows in range(self.num_sequences, 0, -1) if self.num_sequences % rows == 0]
+        small = [rows for rows in range(1, math.isqrt(self.num_sequences) + 1) if self.num_sequences % rows == 0]
+        return sorted({*small, *(self.num_sequences // rows for rows in small)}, reverse=True)
