@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -203,36 +204,66 @@ class DiskWindow:
             slot.under_way.append(of.extent.read(of.start, memory))
 
 
+class _ReadSlot:
+    """Weights of one home after the other, each until the device has them. It has a lane of its own, so that a late
+    read holds up no other."""
+
+    def __init__(self, memory: torch.Tensor, delay_seconds: float) -> None:
+        self.memory = memory
+        self.lane = Lane("disk", torch.device("cpu"), delay_seconds=delay_seconds)
+        self.free = Fence.done()
+        self.weights, self.arrived = memory, self.free
+        self._is_asking = False
+
+    def read(self, disk: DiskMemory, home: Home) -> None:
+        where = disk.locate(home.wire)
+        assert where is not None, f"the weights of {home.name} are not on disk"
+        extent, offset = where
+        if self._is_asking:
+            # An interrupt kept the last read from being noted in `free`.
+            self.lane.flush()
+        self._is_asking = True
+        target = self.memory[: round_up(home.wire.numel(), PAGE_BYTES)]
+        arrived = self.lane.submit(lambda: extent.read(offset, target).wait(), after=(home.updated, self.free))
+        self.weights, self.arrived, self.free = target[: home.wire.numel()], arrived, arrived
+        self._is_asking = False
+
+    def lend(self, until: Fence) -> None:
+        """`weights` are read until then."""
+        self.free = until
+
+
 class WeightReader:
     """
     Args:
         homes: those whose weights are on disk.
         memory: of the host, for the slots, each as large as the weights of the largest home.
+
+    What it gives up: reads are bound to a slot when they are queued. Where all slots are taken by reads of homes whose
+    updates are late, one that could begin waits with them.
     """
 
     def __init__(
         self, homes: list[Home], disk: DiskMemory, memory: HostMemory, *, num_slots: int, delay_seconds: float
     ) -> None:
-        self.lane = Lane("disk", torch.device("cpu"), delay_seconds=delay_seconds)
         self._disk = disk
         slot_bytes = max(round_up(home.wire.numel(), PAGE_BYTES) for home in homes)
-        self._slots = [memory.empty(slot_bytes, pinned=True) for _ in range(num_slots)]
-        self._free = [Fence.done() for _ in self._slots]
-        self._turns = itertools.cycle(range(num_slots))
+        self._slots = deque(_ReadSlot(memory.empty(slot_bytes, pinned=True), delay_seconds) for _ in range(num_slots))
 
-    def read(self, home: Home) -> tuple[int, torch.Tensor, Fence]:
-        """Begin to read a home's weights behind its update: number of the slot, the bytes there, and when they are."""
-        turn = next(self._turns)
-        where = self._disk.locate(home.wire)
-        assert where is not None, f"the weights of {home.name} are not on disk"
-        extent, offset = where
-        target = self._slots[turn][: round_up(home.wire.numel(), PAGE_BYTES)]
-        arrived = self.lane.submit(lambda: extent.read(offset, target).wait(), after=(home.updated, self._free[turn]))
-        return turn, target[: home.wire.numel()], arrived
+    @property
+    def lanes(self) -> list[Lane]:
+        return [slot.lane for slot in self._slots]
 
-    def lend(self, turn: int, until: Fence) -> None:
-        """The slot is read until then."""
-        self._free[turn] = until
+    def read(self, home: Home) -> _ReadSlot:
+        """Begin to read a home's weights behind its update: `weights` (flat uint8) are there behind `arrived`.
+
+        The caller says at once with `lend` for how long.
+        """
+        slot = next((slot for slot in self._slots if slot.free.is_recorded), self._slots[0])
+        # The one that was asked longest ago stands first.
+        self._slots = deque([*(other for other in self._slots if other is not slot), slot])
+        slot.read(self._disk, home)
+        return slot
 
 
 def _pages(tensor: torch.Tensor, extent: Extent, offset: int) -> _Range:
