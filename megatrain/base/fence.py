@@ -66,6 +66,11 @@ class Fence:
     def is_recorded(self) -> bool:
         return self._is_recorded
 
+    @property
+    def error(self) -> BaseException | None:
+        """Of a fence that is recorded: why it failed."""
+        return self._error
+
     def when_recorded(self, call: Callable[[], None]) -> None:
         """Call it once, in the thread that records the fence (or fails it); now, if that is over. It must neither block
         nor raise."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from megatrain.store.memory import HostMemory
 from megatrain.store.tier import PAGE_BYTES, round_up
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
+from megatrain.transport.ring import Loan, SlabRing
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,66 +204,35 @@ class DiskWindow:
             slot.under_way.append(of.extent.read(of.start, memory))
 
 
-class _ReadSlot:
-    """Weights of one home after the other, each until the device has them. It has a lane of its own, so that a late
-    read holds up no other."""
-
-    def __init__(self, memory: torch.Tensor, delay_seconds: float) -> None:
-        self.memory = memory
-        self.lane = Lane("disk", torch.device("cpu"), delay_seconds=delay_seconds)
-        self.free = Fence.done()
-        self.weights, self.arrived = memory, self.free
-        self._is_asking = False
-
-    def read(self, disk: DiskMemory, home: Home) -> None:
-        where = disk.locate(home.wire)
-        assert where is not None, f"the weights of {home.name} are not on disk"
-        extent, offset = where
-        if self._is_asking:
-            # An interrupt kept the last read from being noted in `free`.
-            self.lane.flush()
-        self._is_asking = True
-        target = self.memory[: round_up(home.wire.numel(), PAGE_BYTES)]
-        arrived = self.lane.submit(lambda: extent.read(offset, target).wait(), after=(home.updated, self.free))
-        self.weights, self.arrived, self.free = target[: home.wire.numel()], arrived, arrived
-        self._is_asking = False
-
-    def lend(self, until: Fence) -> None:
-        """`weights` are read until then."""
-        self.free = until
-
-
 class WeightReader:
     """
     Args:
         homes: those whose weights are on disk.
         memory: of the host, for the slots, each as large as the weights of the largest home.
-
-    What it gives up: reads are bound to a slot when they are queued. Where all slots are taken by reads of homes whose
-    updates are late, one that could begin waits with them.
     """
 
     def __init__(
         self, homes: list[Home], disk: DiskMemory, memory: HostMemory, *, num_slots: int, delay_seconds: float
     ) -> None:
-        self._disk = disk
+        self.lane = Lane("disk", torch.device("cpu"), delay_seconds=delay_seconds)
         slot_bytes = max(round_up(home.wire.numel(), PAGE_BYTES) for home in homes)
-        self._slots = deque(_ReadSlot(memory.empty(slot_bytes, pinned=True), delay_seconds) for _ in range(num_slots))
+        self.slots = SlabRing([memory.empty(slot_bytes, pinned=True) for _ in range(num_slots)])
+        self._disk = disk
 
-    @property
-    def lanes(self) -> list[Lane]:
-        return [slot.lane for slot in self._slots]
+    def read(self, home: Home) -> tuple[Loan, Fence]:
+        """Begin to read a home's weights behind its update: the slot where they will be, and when they are there.
 
-    def read(self, home: Home) -> _ReadSlot:
-        """Begin to read a home's weights behind its update: `weights` (flat uint8) are there behind `arrived`.
-
-        The caller says at once with `lend` for how long.
+        The caller gives the slot back at once, behind what reads it. (`slots.take_back`)
         """
-        slot = next((slot for slot in self._slots if slot.free.is_recorded), self._slots[0])
-        # The one that was asked longest ago stands first.
-        self._slots = deque([*(other for other in self._slots if other is not slot), slot])
-        slot.read(self._disk, home)
-        return slot
+        where = self._disk.locate(home.wire)
+        assert where is not None, f"the weights of {home.name} are not on disk"
+        extent, offset = where
+        num_bytes = round_up(home.wire.numel(), PAGE_BYTES)
+        loan = self.slots.lend(home)
+        arrived = self.lane.submit(
+            lambda: extent.read(offset, self.slots.take(loan, None)[:num_bytes]), after=(home.updated, loan.turn)
+        )
+        return loan, arrived
 
 
 def _pages(tensor: torch.Tensor, extent: Extent, offset: int) -> _Range:

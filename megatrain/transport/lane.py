@@ -6,10 +6,11 @@ Rule: only fences order work, in one lane as across lanes: of two pieces that mu
 the fence of the first. What fails in a lane is raised by whoever waits for its fence, and by `submit`; the lane does
 nothing more then.
 
-What it gives up: a piece that has begun holds the lane. And a CUDA stream works in order: a fence of a GPU is recorded
-when its work is enqueued, perhaps long before that is over, and what the lane enqueues behind it waits with it. Fences
-of one stream pass in the order in which they were recorded, so those of the compute lane hold back nothing that could
-have gone before; only behind an update on the device may a copy stand that had no need to.
+What it gives up: a piece that has begun holds the lane, unless others go on with it (`submit`). And a CUDA stream works
+in order: a fence of a GPU is recorded when its work is enqueued, perhaps long before that is over, and what the lane
+enqueues behind it waits with it. Fences of one stream pass in the order in which they were recorded, so those of the
+compute lane hold back nothing that could have gone before; only behind an update on the device may a copy stand that
+had no need to.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ class _Piece(NamedTuple):
 
     fence: Fence
     after: Sequence[Fence]
-    work: Callable[[], None]
+    work: Callable[[], Fence | None]
     is_flush: bool
     """Behind all that was submitted before it."""
 
-    def is_ready(self, is_first: bool) -> bool:
-        return is_first if self.is_flush else all(fence.is_recorded for fence in self.after)
+    def is_ready(self, is_alone: bool) -> bool:
+        """is_alone: nothing that came before is left."""
+        return is_alone if self.is_flush else all(fence.is_recorded for fence in self.after)
 
 
 _Inbox = queue.SimpleQueue["_Piece | bool"]
@@ -73,6 +75,7 @@ class Lane:
         self._random = random.Random(name)
         self._inbox: _Inbox = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._under_way: list[Fence] = []
         # The thread holds the lane weakly: a model that is dropped without `close` ends its lanes too.
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._inbox), name=f"megatrain-{name}", daemon=True
@@ -81,15 +84,18 @@ class Lane:
         _lanes.add(self)
         weakref.finalize(self, self._inbox.put, False).atexit = False
 
-    def submit(self, work: Callable[[], None], *, after: Sequence[Fence] = ()) -> Fence:
-        """Queue `work` to run once all fences in `after` are passed; returns its own fence."""
+    def submit(self, work: Callable[[], Fence | None], *, after: Sequence[Fence] = ()) -> Fence:
+        """Queue `work` to run once all fences in `after` are passed; returns its own fence.
+
+        Where it returns a fence, others go on with it: it is over when that is recorded, and the lane is free at once.
+        """
         return self._put(after, work, is_flush=False)
 
     def flush(self) -> None:
         """Wait until all that was submitted before is over; raise what failed."""
         self._put((), _do_nothing, is_flush=True).wait()
 
-    def _put(self, after: Sequence[Fence], work: Callable[[], None], *, is_flush: bool) -> Fence:
+    def _put(self, after: Sequence[Fence], work: Callable[[], Fence | None], *, is_flush: bool) -> Fence:
         if self._error is not None:
             raise self._error
         fence = Fence()
@@ -108,6 +114,12 @@ class Lane:
     def has_failed(self) -> bool:
         return self._error is not None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Others go on with work that was begun here. (For the lane's thread.)"""
+        self._under_way = [fence for fence in self._under_way if not fence.is_recorded]
+        return bool(self._under_way)
+
     def run(self, piece: _Piece) -> None:
         """On the lane's thread, which waits for what of `after` is not over."""
         try:
@@ -118,18 +130,32 @@ class Lane:
             if self._delay_seconds:
                 time.sleep(self._random.random() * self._delay_seconds)
             started = time.perf_counter()
-            event = self._run_on_stream(piece.work)
+            outcome = self._run_on_stream(piece.work)
             self.busy_seconds += time.perf_counter() - started
         except BaseException as error:  # noqa: BLE001 - whatever it was, the waiting lane has to see it
-            self._error = error
-            piece.fence.fail(error)
+            self._fail(piece, error)
         else:
-            piece.fence.record(event)
+            if isinstance(outcome, Fence):
+                self._under_way.append(piece.fence)
+                outcome.when_recorded(functools.partial(self._end, piece, outcome))
+            else:
+                piece.fence.record(outcome)
 
-    def _run_on_stream(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+    def _end(self, piece: _Piece, outcome: Fence) -> None:
+        """On the thread that went on with the piece."""
+        if outcome.error is None:
+            piece.fence.record()
+        else:
+            self._fail(piece, outcome.error)
+        self._inbox.put(True)
+
+    def _fail(self, piece: _Piece, error: BaseException) -> None:
+        self._error = error
+        piece.fence.fail(error)
+
+    def _run_on_stream(self, work: Callable[[], Fence | None]) -> Fence | torch.cuda.Event | None:
         if self.stream is None:
-            work()
-            return None
+            return work()
         with torch.cuda.stream(self.stream):
             work()
             event = torch.cuda.Event()
@@ -152,8 +178,14 @@ def _run_next(lane_ref: weakref.ref[Lane], waiting: list[_Piece]) -> bool:
     lane = lane_ref()
     # After a failure nothing has to be waited for: what is to come fails too, at once.
     is_over = lane is None or lane.has_failed
-    ready = (index for index, piece in enumerate(waiting) if is_over or piece.is_ready(is_first=index == 0))
-    index = next(ready, None)
+    index = next(
+        (
+            index
+            for index, piece in enumerate(waiting)
+            if is_over or piece.is_ready(is_alone=index == 0 and not lane.is_under_way)
+        ),
+        None,
+    )
     if index is None:
         return False
     piece = waiting.pop(index)

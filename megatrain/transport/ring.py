@@ -1,9 +1,10 @@
-"""Slabs for gradients that nobody keeps: from their drain until their update has used them up.
+"""Slabs that are lent to one home after the other: for gradients that nobody keeps, from their drain until their update
+has used them up; for weights on their way from disk, until the device has them.
 
-A drain takes its slab when it runs, not when it is queued: whichever is free. So an update that is late holds back its
-own slab alone. Drains get their turns in the order in which they were queued, one for each slab that comes back.
-Rule: a slab is lent again only behind the update of the home that had it before. So their number bounds how far the
-backward may run ahead of the updates.
+Work takes its slab when it runs, not when it is queued: whichever is free. So one that is late holds back its own slab
+alone. Turns come in the order in which they were asked for, one for each slab that comes back.
+Rule: a slab is lent again only behind what used it before. So their number bounds how far the backward may run ahead of
+the updates, and reads ahead of copies to the device.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from megatrain.store.home import Home
 
 
 class Loan:
-    """Of a slab, for one drain of a home and its update."""
+    """Of a slab."""
 
     def __init__(self) -> None:
         self.turn = Fence()
         """Behind it a slab is free."""
         self.slab: torch.Tensor | None = None
+        """Once it is taken."""
 
 
 class SlabRing:
     """
     Args:
-        slabs: flat uint8, each large enough for the gradients of any home that will be lent one.
+        slabs: flat uint8, each large enough for what any home will want one for.
     """
 
     def __init__(self, slabs: Sequence[torch.Tensor]) -> None:
@@ -38,7 +40,7 @@ class SlabRing:
         self.reset()
 
     def reset(self) -> None:
-        """All drains and updates are over, and so are all loans."""
+        """Whatever used a slab is over, and so are all loans."""
         # Several threads are at these: each step of theirs is a single call.
         self._free = deque((slab, Fence.done()) for slab in self._slabs)
         self._turns = deque(Fence.done() for _ in self._slabs)
@@ -47,11 +49,11 @@ class SlabRing:
 
     @property
     def is_settled(self) -> bool:
-        """Every home that was lent a slab has had its update queued. If not, an interrupt came between."""
+        """All that was lent will come back. If not, an interrupt came between."""
         return not self._lent
 
     def lend(self, home: Home) -> Loan:
-        """For a drain that is about to be queued behind the loan's `turn`. `take_back` follows before the next loan."""
+        """For work that is about to be queued behind the loan's `turn`. `take_back` follows before the next loan."""
         loan = self._lent[home] = Loan()
         turn = Fence()
         self._turns.append(turn)
@@ -60,24 +62,25 @@ class SlabRing:
         return loan
 
     def take(self, loan: Loan, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """The loan's slab, once its turn has come; what is enqueued on `stream` from now on may write it.
+        """The loan's slab, once its turn has come; what is enqueued on `stream` from now on may write it. Without a
+        stream the host waits.
 
-        Raises what went wrong in the update before.
+        Raises what went wrong with the use before.
         """
         loan.slab, used_up = self._free.popleft()
         used_up.order(stream)
         assert loan.slab is not None
         return loan.slab
 
-    def take_back(self, home: Home, updated: Fence) -> None:
-        """Behind an update of `home`, which may have been lent nothing."""
+    def take_back(self, home: Home, used_up: Fence) -> None:
+        """What `home` was lent, if it was, behind its use."""
         loan = self._lent.get(home)
         if loan is not None:
-            updated.when_recorded(functools.partial(self._receive, loan, updated))
+            used_up.when_recorded(functools.partial(self._receive, loan, used_up))
             # Last: whatever an interrupt leaves undone can be seen from `is_settled`.
             self._lent.pop(home, None)
 
-    def _receive(self, loan: Loan, updated: Fence) -> None:
-        # Without a slab if the drain failed; then `updated` has failed too, and tells the next.
-        self._free.append((loan.slab, updated))
+    def _receive(self, loan: Loan, used_up: Fence) -> None:
+        # Without a slab if the work failed before; then `used_up` has failed too, and tells the next.
+        self._free.append((loan.slab, used_up))
         self._awaited.popleft().record()

@@ -18,7 +18,7 @@ of what touched it before. What it gives up: the compute lane is one stream.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -85,7 +85,8 @@ class LaneStream:
             self._device_update = Lane("update", device, delay_seconds=delay_seconds)
             self._update_lanes.append(self._device_update)
         self._reader = reader
-        self._lanes = [self._h2d, self._d2h, *self._update_lanes, *([] if reader is None else reader.lanes)]
+        self._all_rings = [*self._rings.values(), *([] if reader is None else [reader.slots])]
+        self._lanes = [self._h2d, self._d2h, *self._update_lanes, *([] if reader is None else [reader.lane])]
         self._in_use: dict[Home, tuple[Slot, int]] = {}
         self._drains: deque[tuple[Fence, GradientPacket]] = deque()
         self._may_be_draining = False
@@ -143,8 +144,8 @@ class LaneStream:
 
     @property
     def is_idle(self) -> bool:
-        """No weights are in use, and no gradients are without the update that will use them up."""
-        return not self._in_use and all(ring.is_settled for ring in self._rings.values())
+        """No weights are in use, and every slab that is lent will come back."""
+        return not self._in_use and all(ring.is_settled for ring in self._all_rings)
 
     def recover(self) -> None:
         """After an interrupt at any place: no weights are in use, and every drain has landed."""
@@ -153,11 +154,11 @@ class LaneStream:
             # A copy may be on its way into it. The next one calls it off, or goes the same lane behind it.
             slot.state, slot.home, slot.used = State.FREE, None, Fence.on_current_stream(self.device)
         self.flush()
-        if self._rings:
-            for lane in self._update_lanes:
+        if not all(ring.is_settled for ring in self._all_rings):
+            for lane in self._lanes:
                 lane.flush()
-        for ring in self._rings.values():
-            ring.reset()
+            for ring in self._all_rings:
+                ring.reset()
 
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Send a pass's gradients home. Waits (for room, not for the copy) when too many are on their way."""
@@ -225,10 +226,7 @@ class LaneStream:
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds in which each lane's thread worked (on CUDA: issued copies)."""
-        seconds: Counter[str] = Counter()
-        for lane in self._lanes:
-            seconds[lane.name] += lane.busy_seconds
-        return dict(seconds)
+        return {lane.name: lane.busy_seconds for lane in self._lanes}
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -257,10 +255,9 @@ class LaneStream:
 
         if home.place.weights == DISK_TIER:
             assert self._reader is not None
-            read = self._reader.read(home)
-            weights = read.weights
-            filled = self._h2d.submit(lambda: copy(weights), after=(slot.used, read.arrived))
-            read.lend(filled)
+            loan, arrived = self._reader.read(home)
+            filled = self._h2d.submit(lambda: copy(loan.slab[: target.numel()]), after=(slot.used, arrived))
+            self._reader.slots.take_back(home, filled)
         else:
             filled = self._h2d.submit(lambda: copy(home.wire), after=(slot.used, home.updated))
         slot.fill(home, filled)
