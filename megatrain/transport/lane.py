@@ -46,7 +46,7 @@ class _Piece(NamedTuple):
 
     fence: Fence
     after: Sequence[Fence]
-    work: Callable[[], Fence | None]
+    work: Callable[[], object]
     is_flush: bool
     """Behind all that was submitted before it."""
 
@@ -84,10 +84,11 @@ class Lane:
         _lanes.add(self)
         weakref.finalize(self, self._inbox.put, False).atexit = False
 
-    def submit(self, work: Callable[[], Fence | None], *, after: Sequence[Fence] = ()) -> Fence:
+    def submit(self, work: Callable[[], object], *, after: Sequence[Fence] = ()) -> Fence:
         """Queue `work` to run once all fences in `after` are passed; returns its own fence.
 
-        Where it returns a fence, others go on with it: it is over when that is recorded, and the lane is free at once.
+        Where it returns a fence (on the CPU), others go on with it: it is over when that is recorded, and the lane is
+        free at once.
         """
         return self._put(after, work, is_flush=False)
 
@@ -95,7 +96,7 @@ class Lane:
         """Wait until all that was submitted before is over; raise what failed."""
         self._put((), _do_nothing, is_flush=True).wait()
 
-    def _put(self, after: Sequence[Fence], work: Callable[[], Fence | None], *, is_flush: bool) -> Fence:
+    def _put(self, after: Sequence[Fence], work: Callable[[], object], *, is_flush: bool) -> Fence:
         if self._error is not None:
             raise self._error
         fence = Fence()
@@ -153,9 +154,10 @@ class Lane:
         self._error = error
         piece.fence.fail(error)
 
-    def _run_on_stream(self, work: Callable[[], Fence | None]) -> Fence | torch.cuda.Event | None:
+    def _run_on_stream(self, work: Callable[[], object]) -> Fence | torch.cuda.Event | None:
         if self.stream is None:
-            return work()
+            outcome = work()
+            return outcome if isinstance(outcome, Fence) else None
         with torch.cuda.stream(self.stream):
             work()
             event = torch.cuda.Event()
