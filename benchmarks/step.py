@@ -92,9 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_arguments()
-    started = time.perf_counter()
+def initialise(args: argparse.Namespace) -> None:
     mt.init(
         max_vram_gb=args.max_vram_gb,
         max_ram_gb=args.max_ram_gb,
@@ -105,6 +103,12 @@ def main() -> None:
         clip=args.clip,
         hbm_home_gb=args.hbm_home_gb,
     )
+
+
+def main() -> None:
+    args = parse_arguments()
+    started = time.perf_counter()
+    initialise(args)
     workload = mt.Workload(num_sequences=args.batch, length=args.seq, rows=args.micro_batch)
     model = build(args.model, args.seq, StreamOptions(places=_places(args)), workload if args.planned else None)
     engine = engine_of(model)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.trainer_utils import has_length
 
 from megatrain.execute.engine import engine_of
+from megatrain.execute.report import layer_report
 
 
 class LayerReports(transformers.TrainerCallback):
@@ -32,7 +33,7 @@ class LayerReports(transformers.TrainerCallback):
         engine = engine_of(model)
         step = state.global_step + 1
         steps_per_epoch = _steps_per_epoch(args, kwargs["train_dataloader"])
-        layers = engine.layer_report() if is_logged(step, args, state, steps_per_epoch) else {}
+        layers = layer_report(engine) if is_logged(step, args, state, steps_per_epoch) else {}
         self._report = {f"{name}/{layer}": value for layer, values in layers.items() for name, value in values.items()}
         engine.measure_updates = is_logged(step + 1, args, state, steps_per_epoch)
 

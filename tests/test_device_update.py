@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.errors import UserError
-from megatrain.optim import definition, device_update, rules
+from megatrain.optim import definition, device_update, rules, tensors
 from megatrain.optim.device_update import DeviceUpdater
 from megatrain.optim.formula import AdamScalars, AdamWScalars, LionScalars, MomentumScalars, SGDScalars
 from megatrain.optim.segment import Ema, Segment
@@ -115,7 +115,7 @@ def make_segment(
 
 
 def with_tensors(segment: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
-    return device_update._with_tensors(segment, change)
+    return tensors.with_tensors(segment, change)
 
 
 def copied(segment: Segment, device: str = "cpu") -> Segment:
@@ -140,7 +140,7 @@ def pattern(tensor: Tensor) -> Tensor:
 
 def assert_same_bits(actual: Segment, expected: Segment) -> None:
     for number, (ours, theirs) in enumerate(
-        zip(device_update._tensors(actual), device_update._tensors(expected), strict=True)
+        zip(tensors.tensors_of(actual), tensors.tensors_of(expected), strict=True)
     ):
         different = torch.nonzero(pattern(ours) != pattern(theirs)).view(-1)
         assert not different.numel(), (number, different[:5], ours[different[:5]], theirs[different[:5]])

@@ -29,6 +29,7 @@ from megatrain.loading import open_pretrained
 from megatrain.models import ResolvedModel, resolve_model
 from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
+from megatrain.plan.workload import Workload
 from megatrain.recipe import Recipe, SampleConfig
 from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.trainer import Trainer
@@ -127,9 +128,17 @@ def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> I
     print_fact(console, "", f"from {resolved.origin}")
     print_fact(console, "data", str(datasets.report))
     if weights is not None:
-        api.stream(model, weights, bf16=arguments.bf16)
+        api.stream(model, weights, bf16=arguments.bf16, workload=_workload(datasets, arguments))
     datasets = datasets.fit_to(model)
     return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work, optimizer=recipe.optimizer)
+
+
+def _workload(datasets: Datasets, arguments: TrainingArguments) -> Workload:
+    """A step, every row as long as the longest: so that memory is planned for the worst."""
+    rows = arguments.per_device_train_batch_size
+    return Workload(
+        num_sequences=rows * arguments.gradient_accumulation_steps, length=datasets.train.longest, rows=rows
+    )
 
 
 @contextlib.contextmanager

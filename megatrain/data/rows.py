@@ -47,6 +47,12 @@ class RowDataset(Dataset):
         return int(self.store.piece_lengths[self.members].sum())
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        lengths = self.store.piece_lengths[self.members]
+        return int(np.add.reduceat(lengths, self.row_offsets[:-1]).max())
+
+    @property
     def num_targets(self) -> int:
         """Tokens that enter the loss."""
         return self.store.num_targets(self.members)

@@ -136,7 +136,9 @@ class Engine:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._consumed: set[Home] = set()
         self._looked_at: Home | None = None
-        self._update_report: dict[str, float] = {}
+        self.update_ratios: dict[str, float] = {}
+        """Home name -> |dw| / |w| of its last update, if `measure_updates` was set before it."""
+
         self.plan: Plan | None = None
         """What memory and time were planned to be, where that was asked for."""
         self.report = RunReport(self)
@@ -281,6 +283,7 @@ class Engine:
         """The optimizer has made its step."""
         self.restart_step()
         self.num_steps += 1
+        self.transport.rest()
         self.report.end_step()
 
     def restart_step(self) -> None:
@@ -306,6 +309,8 @@ class Engine:
         self.transport.flush()
         for home in self.homes:
             home.updated.wait()
+        if self.memory.disk is not None:
+            self.memory.disk.settle()
 
     def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
         """A parameter's gradient on the host, or None."""
@@ -365,19 +370,6 @@ class Engine:
             stats |= {"prediction_hits": predictor.num_hits, "prediction_misses": predictor.num_misses}
         return stats
 
-    def layer_report(self) -> dict[str, dict[str, float]]:
-        """Gradient norm of each home, and |dw| / |w| of its last update if `measure_updates` was set before it."""
-        norms = {home.name: sum(n * n for n in of.values()) ** 0.5 for home, of in self.gradient_norms().items()}
-        norms |= {home.name: home.grads.arrived_norm for home in self.consumed}
-        names = dict.fromkeys((*norms, *self._update_report))
-        return {
-            name: {
-                **({"grad_norm": norms[name]} if name in norms else {}),
-                **({"update_ratio": self._update_report[name]} if name in self._update_report else {}),
-            }
-            for name in names
-        }
-
     @property
     def consumed(self) -> list[Home]:
         """Homes whose gradients of this step were used up in the backward, in the order of the forward."""
@@ -388,9 +380,6 @@ class Engine:
         """Global norm of the gradients that were used up in the backward."""
         self.transport.flush()
         return math.sqrt(sum(home.grads.arrived_norm**2 for home in self.consumed))
-
-    def report_update(self, home: Home, ratio: float) -> None:
-        self._update_report[home.name] = ratio
 
     def close(self) -> None:
         """End the lanes. The model cannot be used afterwards."""

@@ -1,4 +1,4 @@
-"""Predicted against measured, once a run: seconds of a step, and memory of each tier.
+"""What happened: predicted against measured, once a run (seconds of a step, memory of each tier); and layer by layer.
 
 What a step trains on is seen, not told: the inputs of the first block of every forward under grad mode.
 """
@@ -100,3 +100,12 @@ def _seconds(seconds: float) -> str:
 
 def _pair(format_: Callable[[float], str], planned: float | None, measured: float) -> str:
     return format_(measured) if planned is None else f"{format_(planned)} -> {format_(measured)}"
+
+
+def layer_report(engine: Engine) -> dict[str, dict[str, float]]:
+    """Gradient norm of each home, and |dw| / |w| of its last update if `measure_updates` was set before it."""
+    norms = {home.name: sum(n * n for n in of.values()) ** 0.5 for home, of in engine.gradient_norms().items()}
+    norms |= {home.name: home.grads.arrived_norm for home in engine.consumed}
+    parts = {"grad_norm": norms, "update_ratio": engine.update_ratios}
+    names = dict.fromkeys((*norms, *engine.update_ratios))
+    return {name: {part: of[name] for part, of in parts.items() if name in of} for name in names}

@@ -43,15 +43,19 @@ _originals: dict[str, Any] = {}
 
 @contextlib.contextmanager
 def loading_by(loader: Loader) -> Iterator[None]:
-    """In this thread alone: models that others load meanwhile are loaded as before."""
-    before = _of_thread.own
-    _activate()
-    _of_thread.own = loader
-    try:
-        yield
-    finally:
-        _of_thread.own = before
-        _deactivate()
+    """In this thread alone: models that others load meanwhile are loaded as before.
+
+    One at a time: transformers puts stand-ins for methods of its own while it loads, which two would put back wrongly.
+    """
+    with PATCHING:
+        before = _of_thread.own
+        _activate()
+        _of_thread.own = loader
+        try:
+            yield
+        finally:
+            _of_thread.own = before
+            _deactivate()
 
 
 def set_process_loader(loader: Loader | None) -> None:

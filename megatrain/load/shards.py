@@ -9,6 +9,7 @@ Format: https://github.com/huggingface/safetensors#format (u64 length, JSON head
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -25,9 +26,10 @@ from megatrain.base.errors import UserError
 NUM_THREADS = 4
 """That read at once."""
 
-_CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 16 * 2**20
 _MAPPED_BYTES = 2**20
-_PROBES = 16
+
+_libc = ctypes.CDLL(None)
 
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -63,7 +65,7 @@ class Stored:
     def _read_into(self, descriptor: int, memory: memoryview) -> None:
         done = 0
         while done < len(memory):
-            chunk = memory[done : done + _CHUNK_BYTES]
+            chunk = memory[done : done + CHUNK_BYTES]
             count = os.preadv(descriptor, [chunk], self.start + done)
             if count == 0:
                 raise OSError(f"it ends at byte {self.start + done}, {len(memory) - done} too early")
@@ -153,20 +155,24 @@ def _empty(num_bytes: int) -> torch.Tensor:
 def _descriptor(path: str) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        # Blocks are large; what the kernel would read beyond them would stay in the page cache.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _is_cached(descriptor: int) -> bool:
-    """Whether most of a file can be read without the disk."""
+    """Whether most of a file can be read without the disk. Looking reads nothing of it.
+
+    The kernel tells nobody but who may write the file; to others it is cached, and stays as reading leaves it.
+    """
     size = os.fstat(descriptor).st_size
-    places = [size * (2 * index + 1) // (2 * _PROBES) for index in range(_PROBES)]
-    return sum(_is_place_cached(descriptor, place) for place in places) > _PROBES // 2
-
-
-def _is_place_cached(descriptor: int, place: int) -> bool:
-    try:
-        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) == 1
-    except OSError:  # not in the cache, or a file system that cannot say
-        return False
+    num_pages = -(-size // mmap.PAGESIZE)
+    # Private and so writable, as ctypes wants it; nothing is written.
+    with mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+        start = ctypes.c_char.from_buffer(mapping)
+        resident = (ctypes.c_ubyte * num_pages)()
+        code = _libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), resident)
+        del start
+    return code == 0 and 2 * sum(bytes(resident)) > num_pages

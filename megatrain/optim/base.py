@@ -363,7 +363,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         if measures and work:
             change = sum(result.change_squares for result in results if result is not None)
             weight = sum(result.weight_squares for result in results if result is not None)
-            engine.report_update(home, (change / weight) ** 0.5 if weight else 0.0)
+            engine.update_ratios[home.name] = (change / weight) ** 0.5 if weight else 0.0
 
     def _apply(self, home: Home, work: Sequence[Work], measure: bool) -> Sequence[Measure | None]:
         """Run the updates of a home."""

@@ -27,14 +27,15 @@ class DiskUpdater:
     def __init__(self, updater: CpuUpdater, window: DiskWindow) -> None:
         self._updater, self._window = updater, window
 
-    def run(self, segments: Sequence[Segment], measure: bool) -> list[Measure | None]:
-        """As `CpuUpdater.run`. All is on disk when it returns."""
+    def run(self, segments: Sequence[Segment], measure: bool, *, waits: bool) -> list[Measure | None]:
+        """As `CpuUpdater.run`. waits: until all is on disk; else states may still be on their way there."""
         sums: list[Measure | None] = [Measure(0.0, 0.0) if measure else None for _ in segments]
         with torch.no_grad():
             for index, segment in enumerate(segments):
                 for piece in self._pieces(segment):
                     sums[index] = _added(sums[index], self._update(piece, measure))
-            self._window.flush()
+            if waits:
+                self._window.flush()
         return sums
 
     def _update(self, piece: Segment, measure: bool) -> Measure | None:

@@ -45,7 +45,8 @@ class Updaters:
         if any(isinstance(segment, LosslessSegment) for segment in segments):
             return update_lossless(self._cpu, self._pool, segments, measure)
         if self._disk is not None and DISK_TIER in place.tiers.values():
-            return self._disk.run(segments, measure)
+            # The next visit reads weights from there.
+            return self._disk.run(segments, measure, waits=place.weights == DISK_TIER)
         return self._cpu.run(segments, measure)
 
     def close(self) -> None:

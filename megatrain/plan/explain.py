@@ -60,10 +60,10 @@ _CAUSES = {
     "stage states": "h2d",
     "drain": "d2h",
     "unstage states": "d2h",
-    "read states": "disk read",
-    "read weights": "disk read",
-    "write states": "disk write",
-    "write gradients": "disk write",
+    "read states": "disk",
+    "read weights": "disk",
+    "write states": "disk",
+    "write gradients": "disk",
 }
 
 

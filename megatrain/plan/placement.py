@@ -167,8 +167,7 @@ def _with_parts_on_disk(
     """The places with as much on disk as is over `ram_bytes`.
 
     Moments go first, which are read and written once a step; then low halves; then weights, which every visit reads;
-    gradients last, which the backward waits for. Of each the last homes of the forward first: their update has the
-    most time.
+    gradients last, which the backward waits for. Of each in `spill_order`.
     """
     keeps = config.clip == "global"
     sizes = {plan: part_bytes(plan, trainable, config.moments, keeps_gradients=keeps) for plan in plans}
@@ -177,13 +176,26 @@ def _with_parts_on_disk(
     )
     places = dict(places)
     for part in ("moments", "low", "weights", "gradients"):
-        for plan in reversed(plans):
+        for plan in (plans[index] for index in spill_order(len(plans), config.clip)):
             place = places[plan]
             may_go = place.update == "cpu" and place.tiers[part] == RAM and (plan.layers or part == "moments")
             if over_bytes > 0 and may_go and sizes[plan][part]:
                 places[plan] = dataclasses.replace(place, **{part: DISK_TIER})
                 over_bytes -= sizes[plan][part]
     return places
+
+
+def spill_order(num_homes: int, clip: str) -> list[int]:
+    """In which order homes (their numbers in the order of the forward) give parts to the disk.
+
+    clip="global": the last ones first, whose update, beside the next forward, has the most time. clip="layer": updates
+    run in the backward, one after the other, so those that wait for the disk are spread over it: however many there
+    are, they lie about evenly (their numbers in binary, read backwards: van der Corput's sequence).
+    """
+    if clip == "global":
+        return list(reversed(range(num_homes)))
+    width = max(1, (num_homes - 1).bit_length())
+    return sorted(range(num_homes), key=lambda number: f"{number:0{width}b}"[::-1])
 
 
 def _named_places(

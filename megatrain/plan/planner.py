@@ -20,7 +20,7 @@ from megatrain.base.errors import UserError
 from megatrain.plan.cost import STEP_SECONDS, cpu_update_seconds
 from megatrain.plan.flops import ModelWork, counted_flops, published_flops
 from megatrain.plan.machine import Machine
-from megatrain.plan.placement import CPU, DISK_TIER, HBM, HBM_TIER, RAM, STREAM, Place, part_bytes
+from megatrain.plan.placement import CPU, DISK_TIER, HBM, HBM_TIER, RAM, STREAM, Place, part_bytes, spill_order
 from megatrain.plan.schedule import Choice, Schedule, visit_costs
 from megatrain.plan.simulate import Simulation
 from megatrain.plan.timeline import Timeline, TimelineMaker
@@ -281,7 +281,7 @@ class Planner:
         movable = [
             (part, index)
             for part in SPILLED
-            for index in reversed(range(len(self.spec.homes)))
+            for index in spill_order(len(self.spec.homes), self.config.clip)
             if choice.places[index].tiers[part] == RAM and choice.places[index].update == "cpu"
             if self.sizes[index][part] and (self.spec.homes[index].layers or part == "moments")
         ]
@@ -298,12 +298,14 @@ class Planner:
 
     def _lane_bound(self, choice: Choice, compute_seconds: float) -> float:
         """Seconds of the busiest lane: no step is shorter."""
-        cpu = link = read = 0.0
+        cpu = link = disk = 0.0
         for home, place, sizes in zip(self.spec.homes, choice.places, self.sizes, strict=True):
             if place.update == "cpu":
                 cpu += cpu_update_seconds(self.machine, home, self.config.moments)
             if place.weights != HBM_TIER:
                 link += sizes["weights"] / self.machine.h2d_bytes_per_second
-            on_disk = sum(sizes[part] for part, tier in place.tiers.items() if tier == DISK_TIER)
-            read += on_disk / self.machine.disk_read_bytes_per_second if on_disk else 0.0
-        return max(compute_seconds, cpu, link, read)
+            on_disk = sum(sizes[part] for part in SPILLED[:-1] if place.tiers[part] == DISK_TIER)
+            if on_disk:
+                disk += on_disk / self.machine.disk_read_bytes_per_second
+                disk += on_disk / self.machine.disk_write_bytes_per_second
+        return max(compute_seconds, cpu, link, disk)

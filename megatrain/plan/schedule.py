@@ -29,8 +29,7 @@ from megatrain.plan.simulate import (
     COMPUTE,
     CPU_LANE,
     D2H,
-    DISK_READ,
-    DISK_WRITE,
+    DISK,
     H2D,
     UPDATE,
     Simulation,
@@ -106,6 +105,7 @@ class Schedule:
         self._sent: dict[int, int] = {}
         self._brought: dict[int, int] = {}
         self._states: deque[int] = deque()
+        self._ring: deque[int] = deque()
         self._weight_reads: deque[int] = deque()
         self._last_compute: int | None = None
         self._blocked: tuple[int, ...] = ()
@@ -207,7 +207,7 @@ class Schedule:
         if len(self._weight_reads) >= HOST_SLOTS:
             waits.append(self._weight_reads.popleft())
         seconds = self._sizes[home]["weights"] / self._machine.disk_read_bytes_per_second
-        return self._add(DISK_READ, "read weights", self._spec.homes[home].name, seconds, waits)
+        return self._add(DISK, "read weights", self._spec.homes[home].name, seconds, waits)
 
     def _used(self, home: int, compute: int, step: int) -> None:
         slot = self._find(home, step)
@@ -256,11 +256,17 @@ class Schedule:
             self._blocked = (drains.popleft(),)
         num_bytes = self._gradient_bytes(home)
         waits = [compute, *([self._updated[home]] if home in self._updated else [])]
+        if self._clips_layers:
+            # Its slab is free when the update of the home that had it before is over.
+            if len(self._ring) == MAX_DRAINS + 1:
+                before = self._ring.popleft()
+                waits += [self._updated[before]] if before in self._updated else []
+            self._ring.append(home)
         landed = self._add(D2H, "drain", name, num_bytes / self._machine.d2h_bytes_per_second, waits)
         drains.append(landed)
         if place.gradients == DISK_TIER:
             seconds = num_bytes / self._machine.disk_write_bytes_per_second
-            landed = self._add(DISK_WRITE, "write gradients", name, seconds, (landed,))
+            landed = self._add(DISK, "write gradients", name, seconds, (landed,))
         self._landed[home] = landed
 
     def _gradient_bytes(self, home: int) -> int:
@@ -286,7 +292,7 @@ class Schedule:
             reading = (*free, *(waits if reads_late else ()))
             if on_disk:
                 seconds = on_disk / self._machine.disk_read_bytes_per_second
-                waits.append(self._add(DISK_READ, "read states", plan.name, seconds, reading))
+                waits.append(self._add(DISK, "read states", plan.name, seconds, reading))
             if staged:
                 seconds = staged / self._machine.h2d_bytes_per_second
                 waits.append(self._add(H2D, "stage states", plan.name, seconds, reading))
@@ -308,7 +314,7 @@ class Schedule:
         if on_disk:
             gradients = sizes["gradients"] if place.gradients == DISK_TIER else 0
             seconds = (on_disk - gradients) / self._machine.disk_write_bytes_per_second
-            self._written[home] = self._add(DISK_WRITE, "write states", plan.name, seconds, (done,))
+            self._written[home] = self._add(DISK, "write states", plan.name, seconds, (done,))
             self._states.append(self._written[home])
         return done
 

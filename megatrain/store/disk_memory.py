@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import psutil
 import torch
 
 from megatrain.base.errors import UserError
+from megatrain.base.fence import Fence
 from megatrain.base.paths import existing_parent, user_path
 from megatrain.base.units import format_bytes
 from megatrain.store.disk import DiskStore, Extent
@@ -43,6 +45,8 @@ class DiskMemory:
 
         self._store: DiskStore | None = None
         self._owner = OwnProcess()
+        self._writes: list[Fence] = []
+        self._lock = threading.Lock()
         self._starts: list[int] = []
         self._extents: list[Extent] = []
         for folder in self.folders:
@@ -77,7 +81,22 @@ class DiskMemory:
         return (extent, offset) if offset < extent.num_bytes else None
 
     def expose(self) -> None:
+        self.settle()
         self.num_exposures += 1
+
+    def wait_for(self, write: Fence) -> None:
+        """Whoever looks at tensors of this tier waits for `write` first."""
+        with self._lock:
+            # What failed is told by its slot too, which the next update waits for.
+            self._writes = [earlier for earlier in self._writes if not earlier.is_recorded]
+            self._writes.append(write)
+
+    def settle(self) -> None:
+        """Until what was written is what tensors show. Raises what went wrong in a write."""
+        with self._lock:
+            writes = list(self._writes)
+        for write in writes:
+            write.wait()
 
     def _forget(self, extent: Extent) -> None:
         """Nobody maps it any more."""

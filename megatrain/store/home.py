@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megatrain.base.fence import Fence
-from megatrain.plan.placement import CPU, Place
+from megatrain.plan.placement import CPU, DISK_TIER, Place
 from megatrain.spec.layout import Field, GradientLayout, padded, view_field, wire_bytes
 from megatrain.store.gradients import HomeGradients
 from megatrain.store.lending import Lending
@@ -84,6 +84,7 @@ class Home:
     def read(self, field: Field) -> torch.Tensor:
         """A copy of the exact master in the field's shape, on the CPU: fp32 if split, else the wire dtype."""
         self.updated.wait()
+        self.settle()
         if not field.is_split:
             return self.weights(field).to("cpu", copy=True)
         hi = self.weights(field).view(-1)
@@ -123,6 +124,11 @@ class Home:
         else:
             self.weights(field).copy_(value.detach())
         self.version += 1
+
+    def settle(self) -> None:
+        """Until what was written to disk can be read where it is mapped."""
+        if self.place.low == DISK_TIER:
+            self.expose()
 
     def expose(self) -> None:
         """Somebody who is no update is about to change a part, or to hold a view of it."""

@@ -138,7 +138,14 @@ class DiskWindow:
             return
         slot.is_open = False
         for of, memory in zip(slot.ranges[: slot.num_written], slot.parts(), strict=False):
-            slot.under_way.append(of.extent.write(of.start, memory))
+            write = of.extent.write(of.start, memory)
+            slot.under_way.append(write)
+            self._disk.wait_for(write)
+
+    def rest(self) -> None:
+        """No piece is opened for a while: wait until all is written, and read ahead into the slots."""
+        self.flush()
+        self._read_ahead()
 
     def flush(self) -> None:
         """Wait until all is written."""

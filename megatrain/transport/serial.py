@@ -67,6 +67,9 @@ class SerialStream:
         work()
         return Fence.done()
 
+    def rest(self) -> None:
+        """Nothing is read ahead."""
+
     def flush(self) -> None:
         """Everything is always over."""
 

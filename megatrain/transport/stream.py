@@ -208,6 +208,11 @@ class LaneStream:
             ring.take_back(home, updated)
         return updated
 
+    def rest(self) -> None:
+        """All updates of a step are queued: behind them, their writes are waited for and the next states read ahead."""
+        if self.window is not None:
+            self._cpu.submit(self.window.rest)
+
     def flush(self) -> None:
         """Wait until every drain has landed; raise what went wrong in one."""
         # An interrupt may have kept a drain's fence from being noted: the lane itself knows when all is over.
