@@ -47,12 +47,12 @@ class _Piece(NamedTuple):
     fence: Fence
     after: Sequence[Fence]
     work: Callable[[], object]
-    is_flush: bool
-    """Behind all that was submitted before it."""
+    is_last: bool
+    """Of those submitted so far."""
 
     def is_ready(self, is_alone: bool) -> bool:
         """is_alone: nothing that came before is left."""
-        return is_alone if self.is_flush else all(fence.is_recorded for fence in self.after)
+        return is_alone if self.is_last else all(fence.is_recorded for fence in self.after)
 
 
 _Inbox = queue.SimpleQueue["_Piece | bool"]
@@ -90,17 +90,21 @@ class Lane:
         Where it returns a fence (on the CPU), others go on with it: it is over when that is recorded, and the lane is
         free at once.
         """
-        return self._put(after, work, is_flush=False)
+        return self._put(after, work, is_last=False)
+
+    def submit_last(self, work: Callable[[], object]) -> Fence:
+        """Queue `work` to run once all that was submitted before is over; what comes later does not wait for it."""
+        return self._put((), work, is_last=True)
 
     def flush(self) -> None:
         """Wait until all that was submitted before is over; raise what failed."""
-        self._put((), _do_nothing, is_flush=True).wait()
+        self.submit_last(_do_nothing).wait()
 
-    def _put(self, after: Sequence[Fence], work: Callable[[], object], *, is_flush: bool) -> Fence:
+    def _put(self, after: Sequence[Fence], work: Callable[[], object], *, is_last: bool) -> Fence:
         if self._error is not None:
             raise self._error
         fence = Fence()
-        self._inbox.put(_Piece(fence, after, work, is_flush))
+        self._inbox.put(_Piece(fence, after, work, is_last))
         return fence
 
     def close(self) -> None:

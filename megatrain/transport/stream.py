@@ -210,8 +210,8 @@ class LaneStream:
 
     def rest(self) -> None:
         """All updates of a step are queued: behind them, their writes are waited for and the next states read ahead."""
-        if self.window is not None:
-            self._cpu.submit(self.window.rest)
+        if self.window is not None and self._disk_update is not None:
+            self._disk_update.submit_last(self.window.rest)
 
     def flush(self) -> None:
         """Wait until every drain has landed; raise what went wrong in one."""
