@@ -111,6 +111,7 @@ class LaneStream:
             return slot.buffer[: home.wire.numel()]
         slot = self.slots.find(home)
         if slot is None:
+            self.counters.num_late_transfers += 1
             slot = self._fill(home, keep=[])
             if slot is None:
                 raise UserError(
@@ -228,6 +229,13 @@ class LaneStream:
     def stall_seconds(self) -> dict[str, float]:
         """Seconds for which the compute lane waited, by cause."""
         return {name: clock.seconds() for name, clock in self._stall.items()}
+
+    def prediction_stats(self) -> dict[str, float]:
+        """What was predicted of visits, and of pieces of states on disk."""
+        stats = {**self.predictor.stats("prediction"), "num_late_transfers": self.counters.num_late_transfers}
+        if self.window is not None:
+            stats |= {**self.window.predictor.stats("disk_prediction"), "disk_wait_seconds": self.window.wait_seconds}
+        return stats
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds in which each lane's thread worked (on CUDA: issued copies)."""
