@@ -311,6 +311,18 @@ def test_a_slab_is_lent_to_one_at_a_time_whatever_the_order_of_updates(num_slabs
         assert ring.lend(make_home(str(number), 1)).turn.is_recorded
 
 
+def test_a_gradient_that_was_never_used_up_is_forgotten_with_its_slab() -> None:
+    """An interrupt came before its update: the next pass is the first again, and nothing of the slab is added to it."""
+    home = make_home("a", 4)
+    layout, (field,) = home.gradient_layout(), home.fields
+    for value in (1.0, 2.0):
+        home.grads.borrow(torch.zeros(layout.numel * 4, dtype=torch.uint8), layout)
+        assert not home.grads.is_holding()
+        home.grads.slab(layout).fill_(value)
+        home.grads.receive(layout, {field: 2 * value})
+    assert torch.equal(home.grads.view(field), torch.full((4,), 2.0))
+
+
 def test_a_slab_whose_update_failed_says_so_to_the_next() -> None:
     ring, home, updated = SlabRing([torch.zeros(1)]), make_home("a", 1), Fence()
     ring.take(ring.lend(home), None)
