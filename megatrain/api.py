@@ -32,12 +32,13 @@ from megatrain.plan.rows import (
     activation_bytes,
 )
 from megatrain.plan.workload import Workload
-from megatrain.run_plan import predict_run, spec_of
+from megatrain.run_plan import learn, predict_run, spec_of
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.store.tier import Tier
 
 _config = Config()
+_workload: Workload | None = None
 
 
 def init(
@@ -79,14 +80,16 @@ def init(
         hbm_home_gb: device memory for layers that live and are updated there; None: as the plan for the workload says,
             or a fifth of what is free.
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
-            for it to the full. `mt.Trainer` knows it by itself.
+            for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
 
     Raises UserError for a setting that cannot work.
     """
-    global _config
     # The arguments by name, and nothing else yet.
-    _config = Config(**locals())
+    settings = locals()
+    _check_workload(settings.pop("workload"))
+    global _config, _workload
+    _config, _workload = Config(**settings), workload
     # Imports transformers, which this module does without.
     from megatrain.load.deferral import defer_loading as defer
 
@@ -117,7 +120,7 @@ def stream(
     """
     if isinstance(model, nn.Module) and engine_of(model) is not None:
         return model
-    workload = workload or _config.workload
+    workload = workload or _workload
     _check_stream(model, initialize, bf16, options, workload)
     config, options = _config, options or StreamOptions()
     outline = outline_model(model, config, options, bf16=bf16, may_be_meta=initialize is not None, workload=workload)
@@ -141,6 +144,7 @@ def stream(
     )
     engine.plan = outline.plan
     if device.type == "cuda":
+        engine.report.learn = learn
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
     for plan, home in zip(plans, homes, strict=True):
         move_home(model, plan, home, initialize)
@@ -149,6 +153,16 @@ def stream(
     install(model, engine)
     print(engine.summary(), flush=True)
     return model
+
+
+def told_workload() -> Workload | None:
+    """What `mt.init` was told."""
+    return _workload
+
+
+def _check_workload(workload: Any) -> None:
+    if not isinstance(workload, Workload | None):
+        raise UserError(f"workload={workload!r} must be an mt.Workload, or None")
 
 
 def _check_stream(model: Any, initialize: Any, bf16: Any, options: Any, workload: Any) -> None:
@@ -160,8 +174,7 @@ def _check_stream(model: Any, initialize: Any, bf16: Any, options: Any, workload
         raise UserError(f"options={options!r} must be StreamOptions (megatrain.base.config), or None")
     if not isinstance(bf16, bool | None):
         raise UserError(f"bf16={bf16!r} must be True, False, or None to follow the model")
-    if not isinstance(workload, Workload | None):
-        raise UserError(f"workload={workload!r} must be an mt.Workload, or None")
+    _check_workload(workload)
 
 
 def check_fits(model: nn.Module, *, bf16: bool | None = None) -> None:

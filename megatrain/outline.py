@@ -15,6 +15,7 @@ from megatrain.base.errors import UserError
 from megatrain.plan.placement import RAM
 from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement, check_device_memory, disk_bytes, host_bytes, plan_placement
+from megatrain.plan.timeline import PROCESS_BYTES
 from megatrain.plan.workload import Workload
 from megatrain.run_plan import options_of, plan_run
 from megatrain.spec.discover import FoundLayer, check_weights, find_layers
@@ -60,6 +61,8 @@ def outline_model(
     options = check_device_memory(plans, config, options)
     disk = None if config.offload_dir is None else DiskMemory(config.offload_folders)
     memory = HostMemory(max_bytes=config.max_ram_bytes, disk=disk, pin=device.type == "cuda")
+    if device.type == "cuda" and config.max_ram_bytes is not None:
+        memory.reserve(PROCESS_BYTES)  # the limit is for all of the process
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     device_bytes = _device_bytes(device, config)
     ram_bytes = None if disk is None else memory.free_bytes()

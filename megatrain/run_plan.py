@@ -6,6 +6,7 @@ profile of the machine (doctor's, or the catalogue's) with what is free now -> p
 from __future__ import annotations
 
 import dataclasses
+import datetime
 
 import psutil
 import torch
@@ -16,6 +17,8 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent, machine_profile_path, user_path
 from megatrain.execute.engine import Engine
+from megatrain.plan.calibrate import Measured, calibrated
+from megatrain.plan.explain import describe
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import nearest_machine
 from megatrain.plan.placement import RAM
@@ -26,6 +29,10 @@ from megatrain.plan.schedule import Choice
 from megatrain.plan.workload import Workload
 from megatrain.spec.homes import Formats
 from megatrain.spec.model import ModelSpec, model_spec
+
+LEARNT = ("matmul_flops_per_second", "fp32_flops_per_second", "hbm_bytes_per_second", "update_ns_per_parameter")
+WORTH_A_CHANGE = 0.05
+"""Of a step's time: a better placement is named from there on."""
 
 
 def plan_run(model: nn.Module, formats: Formats, config: Config, workload: Workload, device: torch.device) -> Plan:
@@ -55,6 +62,29 @@ def predict_run(engine: Engine, spec: ModelSpec, workload: Workload) -> Plan | N
             activation_bytes=min(engine.activations.budget_bytes, planner.maker.input_bytes),
         )
     )
+
+
+def learn(plan: Plan, measured: Measured) -> str:
+    """Keep the rates of a run that has been measured in the profile that doctor made, and say what they change.
+
+    Without a profile nothing is kept: the other rates would be a guess.
+    """
+    machine = calibrated(plan, measured)
+    planner = Planner(machine, plan.spec, plan.workload, plan.config, plan.budgets)
+    now = planner.simulate(plan.choice).step_seconds
+    best = planner.best()
+    parts = [f"with the rates of these steps {now:.3g} s are predicted"]
+    if best is not None and best.step_seconds < (1 - WORTH_A_CHANGE) * now:
+        parts.append(f"{best.step_seconds:.3g} s if it began anew: {describe(best)}")
+    profile = _profile()
+    if profile is not None:
+        from megatrain.probe.measure import save_machine  # the room of probes is of no use to other runs
+
+        rates = {name: getattr(machine, name) for name in LEARNT}
+        source = f"{profile.source.partition(';')[0]}; compute and update as in a run of {datetime.date.today()}"
+        save_machine(dataclasses.replace(profile, source=source, **rates), machine_profile_path())
+        parts.append("kept in the profile for the next plan")
+    return f"megatrain: {', '.join(parts)}"
 
 
 def machine_at_hand(config: Config, device: torch.device) -> Machine:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -31,13 +32,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import api
 from megatrain.arguments import check_arguments
-from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.errors import PlanError, RefusedError, UserError
+from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
 from megatrain.save.folder import check_place, whole_folder
 from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
+
+logger = logging.getLogger("megatrain")
 
 Batch = dict[str, Any]
 
@@ -68,8 +72,9 @@ class Trainer(transformers.Trainer):
             args._n_gpu = 1  # else transformers multiplies the batch by the GPUs and wraps the model
         self._batches: list[Batch] = []
         self._losses: deque[tuple[Batch, torch.Tensor]] = deque()
+        self._given_dataset = given.get("train_dataset")  # transformers calls `model_init` before it keeps its own
         if model is not None:
-            model = _streamed(model, args)
+            model = _streamed(model, args, self._given_dataset)
         super().__init__(model, args, *positional, **keywords)
         self._place_layer_reports()
 
@@ -96,7 +101,7 @@ class Trainer(transformers.Trainer):
             for name in ("model", "optimizer", "lr_scheduler"):
                 setattr(self.callback_handler, name, None)
             self.accelerator.free_memory()
-        return _streamed(super().call_model_init(trial), self.args)
+        return _streamed(super().call_model_init(trial), self.args, self._given_dataset)
 
     # Placement: the engine owns it
 
@@ -357,10 +362,22 @@ class _BareLoss:
         return getattr(self._model, name)
 
 
-def _streamed(model: nn.Module, args: transformers.TrainingArguments) -> nn.Module:
+def _stream(model: nn.Module, args: transformers.TrainingArguments, dataset: Any) -> nn.Module:
+    likely = None if api.told_workload() else likely_workload(dataset, args)
+    try:
+        return api.stream(model, bf16=args.bf16, workload=likely)
+    except PlanError as error:
+        if likely is None:
+            raise
+        # Its length is a guess, so it is no reason to refuse.
+        logger.warning("memory is not planned for the longest rows: %s", error)
+        return api.stream(model, bf16=args.bf16)
+
+
+def _streamed(model: nn.Module, args: transformers.TrainingArguments, dataset: Any) -> nn.Module:
     """The model, streamed if it was not; `args.device` becomes the engine's device."""
     if engine_of(model) is None:
-        model = api.stream(model, bf16=args.bf16)
+        model = _stream(model, args, dataset)
     engine = engine_of(model)
     if args.bf16 and engine.precision != "bf16":
         raise UserError(

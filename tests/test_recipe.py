@@ -274,7 +274,8 @@ def test_every_field_of_the_installed_training_arguments_has_a_type_that_can_be_
 
 
 def test_the_engine_section_is_megatrain_init() -> None:
-    assert field_types(Config).keys() == inspect.signature(mt.init).parameters.keys()
+    # What a step trains on stands in the recipe's other sections.
+    assert {*field_types(Config), "workload"} == inspect.signature(mt.init).parameters.keys()
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "recipes").glob("*.yaml")), ids=lambda file: file.stem)

@@ -67,9 +67,6 @@ class Config:
     """Device memory, in GB (1e9 bytes), for layers that live there whole and are updated there: the first ones of the
     model, whose update has the least time. Left out: a fifth of what is free beside the stream. 0: none."""
 
-    workload: Any = None
-    """What a step trains on (`plan/workload.py`). Left out: not known before it comes."""
-
     device: str | None = None
     """Where layers run: "cuda", "cuda:1", "cpu". Left out: CUDA if there is one."""
 

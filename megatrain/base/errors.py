@@ -15,6 +15,10 @@ class NonFiniteError(RuntimeError):
     """Gradients were infinite or NaN in too many steps in a row. No weight has taken anything from them."""
 
 
+class PlanError(UserError):
+    """No plan fits the workload. The message names the smallest remedies."""
+
+
 class InterruptedRunError(RuntimeError):
     """The user stopped a run (Ctrl-C). The message says how to go on."""
 

@@ -31,7 +31,8 @@ from megatrain.execute.first_line import describe_run
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.passes import Passes
 from megatrain.execute.report import RunReport
-from megatrain.execute.runs import Run, current_run, run_accumulated
+from megatrain.execute.retry import accumulate_with_room
+from megatrain.execute.runs import Run, current_run
 from megatrain.execute.templates import compile_templates
 from megatrain.execute.transports import make_transport
 from megatrain.plan.planner import Plan
@@ -64,7 +65,7 @@ def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
         thread, depth, owner = threading.get_ident(), self._depth, self._thread
         is_backward = torch._C._current_graph_task_id() != -1
         if depth == 0 and not is_backward:
-            self._recover()
+            self.recover()
         elif owner != thread and not is_backward:
             raise RefusedError(
                 "a streamed model was called from two threads at once, and its layers share the device one after the "
@@ -250,7 +251,7 @@ class Engine:
         Returns the detached losses in order. Gradients are at home, or on their way.
         """
         self.check_trainable()
-        return run_accumulated(self, thunks)
+        return accumulate_with_room(self, thunks)
 
     def _send(self, home: Home, packet: GradientPacket) -> None:
         """A pass's gradients of `home` are complete."""
@@ -289,7 +290,8 @@ class Engine:
         """With clip="layer": another backward may use gradients up."""
         self._consumed.clear()
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
+        """Clear away what an exception left undone."""
         is_clean = self.transport.is_idle and not (self._visits or self.is_collecting or self.passes.is_held)
         if is_clean and not self.passes.is_torn():
             return

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from megatrain.base.units import format_bytes
+from megatrain.plan.calibrate import Measured
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.planner import Plan
 from megatrain.plan.timeline import CONTEXT_BYTES
@@ -35,12 +36,15 @@ class RunReport:
     def __init__(self, engine: Engine, say: Callable[[str], None] = print) -> None:
         self.predict: Callable[[Workload], Plan | None] = lambda _: None
         """The prediction for what runs here, if this is a machine of which one can be made."""
+        self.learn: Callable[[Plan, Measured], str] = lambda *_: ""
+        """Takes what was measured into account for the next plan, and says so in a line."""
         self.step_seconds: list[float] = []
         """Of each step but the first, from the end of the last."""
         self._engine, self._say = engine, say
         self._seen: list[tuple[int, int]] = []
         self._workload: Workload | None = None
         self._ended = 0.0
+        self._before = (0.0, 0.0)
 
     def see(self, hidden_states: torch.Tensor) -> None:
         """The input of the first block: (rows, tokens, hidden) of one micro-batch, or (tokens, hidden)."""
@@ -54,15 +58,20 @@ class RunReport:
         now = time.perf_counter()
         if self._ended:
             self.step_seconds.append(now - self._ended)
+        elif len(self.step_seconds) == 0:
+            self._before = self._waited_and_updated()
         self._ended = now
         self._workload = self._workload_seen() or self._workload
         self._seen.clear()
         if len(self.step_seconds) == NUM_STEPS - 1 and self._workload is not None:
-            self._say(self.line(self._workload))
+            plan = self._engine.plan or self.predict(self._workload)
+            self._say(self.line(self._workload, plan))
+            learnt = "" if plan is None else self.learn(plan, self._measured())
+            if learnt:
+                self._say(learnt)
 
-    def line(self, workload: Workload) -> str:
+    def line(self, workload: Workload, plan: Plan | None) -> str:
         """predicted -> measured, of what is predicted; else what was measured."""
-        plan = self._engine.plan or self.predict(workload)
         measured = self._measured_bytes()
         names = {HBM_TIER: "device", RAM: "host", DISK_TIER: "disk"}
         planned = {} if plan is None else {tier: plan.timeline.peak(tier) for tier in names}
@@ -82,6 +91,20 @@ class RunReport:
         num_tokens = sum(rows * length for rows, length in self._seen)
         rows = max(rows for rows, _ in self._seen)
         return Workload(num_sequences=num_sequences, length=max(1, round(num_tokens / num_sequences)), rows=rows)
+
+    def _measured(self) -> Measured:
+        stalls, updates = (
+            (now - before) / len(self.step_seconds)
+            for now, before in zip(self._waited_and_updated(), self._before, strict=True)
+        )
+        has_disk = self._engine.placement.has_disk
+        step = statistics.fmean(self.step_seconds)
+        return Measured(step=step, stalls=stalls, cpu_update=0.0 if has_disk else updates)
+
+    def _waited_and_updated(self) -> tuple[float, float]:
+        """Seconds so far in which the compute lane waited, and in which the CPU's update lane worked."""
+        transport = self._engine.transport
+        return sum(transport.stall_seconds().values()), transport.busy_seconds().get("cpu", 0.0)
 
     def _measured_bytes(self) -> dict[str, int]:
         engine = self._engine

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from megatrain.base.config import Config
-from megatrain.base.errors import UserError
+from megatrain.base.errors import PlanError
 from megatrain.base.units import GB, format_number
 from megatrain.plan.machine import Machine
 from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
@@ -28,12 +28,12 @@ SMALLER = (
 def plan(machine: Machine, spec: ModelSpec, workload: Workload, config: Config) -> Plan:
     """The fastest plan that fits.
 
-    Raises UserError where none does, with what is short and each remedy that is enough alone.
+    Raises PlanError where none does, with what is short and each remedy that is enough alone.
     """
     planner = Planner(machine, spec, workload, config)
     best = planner.best()
     if best is None:
-        raise UserError(_refusal(planner))
+        raise PlanError(_refusal(planner))
     return best
 
 

@@ -112,7 +112,7 @@ class Placement:
         return part_bytes(plan, self.trainable, self.config.moments, keeps_gradients=keeps)
 
 
-def host_slot_bytes(weight_bytes: int, update_slot_bytes: int = UPDATE_SLOT_BYTES) -> int:
+def host_slot_bytes(weight_bytes: int, update_slot_bytes: int) -> int:
     """weight_bytes: of the largest home whose weights come from disk."""
     return NUM_WEIGHT_SLOTS * weight_bytes + NUM_UPDATE_SLOTS * update_slot_bytes
 
