@@ -1,6 +1,7 @@
-"""What only a GPU can show: the stream equals its serial twin and plain PyTorch there, then figures.
+"""What only a GPU can show: the stream equals its serial twin and plain PyTorch there, memory stays flat, then figures.
 
     python scripts/gpu_check.py correctness
+    python scripts/gpu_check.py flat
     python scripts/gpu_check.py figures --only 3B
 
 Prints one line a check and exits with 1 if one failed. Figures are JSON lines of benchmarks/step.py.
@@ -12,8 +13,10 @@ import argparse
 import copy
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -240,6 +243,71 @@ def run_correctness() -> bool:
     return not failed
 
 
+FLAT_STEPS, FLAT_WARM_UP = 500, 100
+FLAT_TOLERANCE = 0.02
+"""Of reserved device memory: the allocator rounds sizes that it sees for the first time."""
+
+
+def flat_batch(length: int) -> dict[str, Any]:
+    ids = torch.randint(0, 1000, (4, length), device="cuda")
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def look_up(model: torch.nn.Module, folder: str) -> None:
+    """What comes between steps: eval, generate, a save."""
+    model.eval()
+    with torch.no_grad():
+        model(**flat_batch(512))
+    model.generate(flat_batch(16)["input_ids"], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    model.save_pretrained(folder)
+    model.train()
+
+
+def flat_figures(engine: Any) -> dict[str, int]:
+    """Bytes now: of the device's allocator, and of the host."""
+    reserved_bytes = torch.cuda.memory_reserved()
+    return {
+        "reserved": reserved_bytes,
+        "max_reserved": torch.cuda.max_memory_reserved(),
+        "reserved_less_allocated": reserved_bytes - torch.cuda.memory_allocated(),
+        "host": engine.memory.ram_bytes,
+        "pinned": engine.memory.pinned_bytes,
+    }
+
+
+def run_flat() -> bool:
+    """Random lengths and micro-batches, part of the activations on the host, eval, generate and saves in between."""
+    torch.manual_seed(0)
+    model = llama()
+    mt.init(precision="bf16", hbm_home_gb=0)
+    stream(model, options=StreamOptions(activation_bytes=2**21))
+    engine, optimizer = engine_of(model), mt.optim.AdamW(model, lr=1e-3)
+    draws, seen = random.Random(0), []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(FLAT_STEPS):
+            # The most that comes is the first step.
+            lengths = [draws.randint(32, 512) for _ in range(draws.randint(1, 4))] if number else [512] * 4
+            mt.accumulate(model, [flat_batch(length) for length in lengths])
+            mt.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 50 == 25:
+                look_up(model, folder)
+            engine.wait()
+            seen.append(flat_figures(engine))
+            if number % 50 == 0:
+                print(number, {name: f"{value / 2**20:.1f} MiB" for name, value in seen[-1].items()}, flush=True)
+    first, later = seen[FLAT_WARM_UP : 2 * FLAT_WARM_UP], seen[2 * FLAT_WARM_UP :]
+    passed = engine.activations.num_offloaded > FLAT_STEPS
+    for name in seen[0]:
+        before, after = (max(figures[name] for figures in part) for part in (first, later))
+        room = 0 if name in ("host", "pinned") else FLAT_TOLERANCE * max(figures["reserved"] for figures in first)
+        is_flat = after <= before + room
+        passed &= is_flat
+        print(f"{'ok  ' if is_flat else 'FAIL'} flat {name}: {before / 2**20:.1f} -> {after / 2**20:.1f} MiB at most")
+    return passed
+
+
 def echoed(command: list[str]) -> Iterator[str]:
     """Lines that `command` prints, printed here as they come."""
     # The parent's import paths must hold in the child too.
@@ -270,10 +338,11 @@ def run_figures(names: list[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("correctness", "figures"))
+    parser.add_argument("what", choices=("correctness", "flat", "figures"))
     parser.add_argument("--only", nargs="*", choices=FIGURES, default=["3B", "7B", "7B-24GB"])
     args = parser.parse_args()
-    passed = run_correctness() if args.what == "correctness" else run_figures(args.only)
+    checks = {"correctness": run_correctness, "flat": run_flat, "figures": lambda: run_figures(args.only)}
+    passed = checks[args.what]()
     sys.exit(0 if passed else 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from comparing import assert_equal, gradients, stream, the_engine
 from model_zoo import Block, Stack, make_batch
 
+import megatrain as mt
 from megatrain.base.errors import RefusedError
 from megatrain.execute.parameters import HomeParameter
+from megatrain.plan.placement import Place
 
 OURS = ("megatrain/execute", "megatrain/transport", "megatrain/store", "contextlib.py")
 
@@ -81,6 +84,44 @@ def test_interrupts_at_any_place(step: Callable[[Any], None]) -> None:
         model.zero_grad()
         step(model)
         assert_equal(expected, gradients(model))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_while_weights_come_from_disk(tmp_path: Path) -> None:
+    mt.init(device="cpu", offload_dir=tmp_path)
+    plain, model = stream(make_stack(), places=Place(weights="disk"), num_slots=2)
+    plain_step(plain)
+    expected = gradients(plain)
+    plain_step(model)
+    for at in range(1, interrupted(lambda: plain_step(model), None), 97):
+        model.zero_grad()
+        interrupted(lambda: plain_step(model), at)
+        model.zero_grad()
+        plain_step(model)
+        assert_equal(expected, gradients(model))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_between_a_drain_and_its_update() -> None:
+    """clip="layer", two slabs: whatever is interrupted, slabs come back, and a gradient that was left is forgotten."""
+    mt.init(device="cpu", clip="layer")
+    plain, model = stream(make_stack(), max_drains=1)
+    optimizer = mt.optim.SGD(model, lr=0.0)
+
+    def step() -> None:
+        accumulated_step(model)
+        optimizer.step()
+
+    step()
+    norms = {home.name: home.grads.arrived_norm for home in the_engine(model).homes}
+    for at in range(1, interrupted(step, None), 41):
+        interrupted(step, at)
+        optimizer.zero_grad()
+        step()
+        the_engine(model).wait()
+        assert norms == {home.name: home.grads.arrived_norm for home in the_engine(model).homes}, at
+        assert not any(home.grads.touched for home in the_engine(model).homes), at
 
 
 def test_calls_from_two_threads_at_once_are_refused() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.base.fence import Fence
@@ -18,6 +19,7 @@ from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
+from megatrain.transport.ring import Loan, SlabRing
 from megatrain.transport.slots import Slot, SlotPool, State, slot_sizes
 
 CPU = torch.device("cpu")
@@ -98,6 +100,14 @@ def test_slot_states_are_asserted() -> None:
     assert slot.state is State.FREE
 
 
+def test_a_fill_is_called_off_by_the_next() -> None:
+    slot = Slot(torch.empty(64, dtype=torch.uint8))
+    first = slot.claim()
+    assert first()
+    second = slot.claim()
+    assert second() and not first()
+
+
 def test_a_slot_with_old_weights_does_not_hold_the_home() -> None:
     slot, home = Slot(torch.empty(64, dtype=torch.uint8)), make_home("a", 16)
     slot.fill(home, Fence.done())
@@ -151,14 +161,72 @@ def test_blocks_leave_the_large_slot_to_large_homes() -> None:
 # Lanes and fences
 
 
-def test_a_lane_works_in_order_and_behind_fences() -> None:
+@pytest.mark.timeout(30)
+def test_a_late_fence_holds_back_what_waits_for_it_alone() -> None:
     lane, order, gate = Lane("test", CPU), [], Fence()
     first = lane.submit(lambda: order.append(1), after=(gate,))
-    second = lane.submit(lambda: order.append(2))
-    assert not first.is_recorded
+    dependent = lane.submit(lambda: order.append(3), after=(first,))
+    lane.submit(lambda: order.append(2)).wait()
+    assert order == [2] and not first.is_recorded
     gate.record()
-    second.wait()
-    assert order == [1, 2]
+    dependent.wait()
+    assert order == [2, 1, 3]
+    lane.close()
+
+
+@pytest.mark.timeout(60)
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.sets(st.integers(0, 3)), max_size=12), st.permutations(range(4)))
+def test_a_lane_takes_the_first_piece_that_is_ready(pieces: list[set[int]], opened: list[int]) -> None:
+    lane, order, gates = Lane("test", CPU), [], [Fence() for _ in range(4)]
+    fences = [
+        lane.submit(functools.partial(order.append, number), after=[gates[gate] for gate in after])
+        for number, after in enumerate(pieces)
+    ]
+    expected = []
+    for step in range(len(gates) + 1):
+        ready = [number for number, after in enumerate(pieces) if after <= set(opened[:step])]
+        expected += [number for number in ready if number not in expected]
+        for number in ready:
+            fences[number].wait()
+        assert order == expected
+        if step < len(gates):
+            gates[opened[step]].record()
+    lane.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_flush_waits_for_all_before_it_and_for_nothing_else() -> None:
+    lane, order, gate, never = Lane("test", CPU), [], Fence(), Fence()
+    lane.submit(lambda: order.append(1), after=(gate,))
+    flushed = threading.Event()
+    flushing = threading.Thread(target=lambda: (lane.flush(), flushed.set()))
+    flushing.start()
+    lane.submit(lambda: order.append(2)).wait()
+    assert not flushed.is_set() and order == [2]
+    late = lane.submit(lambda: order.append(3), after=(never,))
+    gate.record()
+    flushing.join()
+    assert order == [2, 1] and not late.is_recorded
+    never.record()
+    lane.flush()
+    assert order == [2, 1, 3]
+    lane.close()
+
+
+@pytest.mark.timeout(30)
+def test_after_a_failure_nothing_is_waited_for() -> None:
+    lane, never = Lane("test", CPU), Fence()
+    waiting = lane.submit(lambda: None, after=(never,))
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    for fence in (lane.submit(fail), waiting):
+        with pytest.raises(OSError, match="the disk is gone"):
+            fence.wait()
+    with pytest.raises(OSError, match="the disk is gone"):
+        lane.flush()
     lane.close()
 
 
@@ -185,10 +253,86 @@ def test_what_fails_in_a_lane_reaches_everyone_who_waits() -> None:
 def test_the_thread_of_a_dropped_lane_ends() -> None:
     lane = Lane("dropped", CPU)
     lane.submit(lambda: None).wait()
+    waiting = lane.submit(lambda: None, after=(Fence(),))
     thread = lane._thread
     del lane
     thread.join(10)
     assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="gone"):
+        waiting.wait()
+
+
+@pytest.mark.timeout(60)
+def test_whoever_waits_for_a_fence_is_told_once() -> None:
+    told: list[int] = []
+    for number in range(2000):
+        fence = Fence()
+        fence.when_recorded(functools.partial(told.append, number))
+        recorder = threading.Thread(target=fence.record)
+        recorder.start()
+        # While it is being recorded.
+        fence.when_recorded(functools.partial(told.append, number))
+        recorder.join()
+        fence.when_recorded(functools.partial(told.append, number))
+        assert told == [number] * 3
+        told.clear()
+    fence = Fence()
+    fence.when_recorded(functools.partial(told.append, 1))
+    fence.fail(OSError())
+    assert told == [1]
+
+
+# The ring
+
+
+@given(st.integers(1, 4), st.lists(st.integers(0, 30), min_size=1, max_size=30))
+def test_a_slab_is_lent_to_one_at_a_time_whatever_the_order_of_updates(num_slabs: int, choices: list[int]) -> None:
+    slabs = [torch.full((1,), number, dtype=torch.uint8) for number in range(num_slabs)]
+    ring = SlabRing(slabs)
+    lent: list[tuple[Fence, int]] = []
+    waiting: list[tuple[Loan, Fence]] = []
+    for number, choice in enumerate(choices):
+        home, updated = make_home(str(number), 1), Fence()
+        loan = ring.lend(home)
+        assert not ring.is_settled
+        ring.take_back(home, updated)
+        assert ring.is_settled
+        waiting.append((loan, updated))
+        # Turns come in order, as many as there are slabs.
+        while waiting and waiting[0][0].turn.is_recorded:
+            loan, updated = waiting.pop(0)
+            lent.append((updated, int(ring.take(loan, None))))
+        assert not any(loan.turn.is_recorded for loan, _ in waiting)
+        assert len({slab for _, slab in lent}) == len(lent) == min(num_slabs, len(lent) + len(waiting))
+        if choice % 2:
+            lent.pop(choice % len(lent))[0].record()
+    ring.reset()
+    for number in range(num_slabs):
+        assert ring.lend(make_home(str(number), 1)).turn.is_recorded
+
+
+def test_a_gradient_that_was_never_used_up_is_forgotten_with_its_slab() -> None:
+    """An interrupt came before its update: the next pass is the first again, and nothing of the slab is added to it."""
+    home = make_home("a", 4)
+    layout, (field,) = home.gradient_layout(), home.fields
+    for value in (1.0, 2.0):
+        home.grads.borrow(torch.zeros(layout.numel * 4, dtype=torch.uint8), layout)
+        assert not home.grads.is_holding()
+        home.grads.slab(layout).fill_(value)
+        home.grads.receive(layout, {field: 2 * value})
+    assert torch.equal(home.grads.view(field), torch.full((4,), 2.0))
+
+
+def test_a_slab_whose_update_failed_says_so_to_the_next() -> None:
+    ring, home, updated = SlabRing([torch.zeros(1)]), make_home("a", 1), Fence()
+    ring.take(ring.lend(home), None)
+    ring.take_back(home, updated)
+    loan = ring.lend(home)
+    assert not loan.turn.is_recorded
+    updated.fail(OSError("the disk is gone"))
+    assert loan.turn.is_recorded
+    with pytest.raises(OSError, match="the disk is gone"):
+        ring.take(loan, None)
 
 
 def test_a_fence_is_recorded_once() -> None:

@@ -3,6 +3,7 @@
 A fence is recorded once. On a CUDA lane it carries the event of the enqueued work, so another stream waits for it
 without the host; on a host lane the work is over when the fence is recorded. A lane that fails records its exception:
 whoever waits gets it, so a dead worker ends the run with its own error.
+Whoever must not wait is told instead: `when_recorded`.
 Rule: recording never blocks, whatever became of those who wait. threading.Event is not enough: an interrupt (Ctrl-C) in
 the middle of its `wait` can leave its inner lock held, and the lane that sets it hangs.
 """
@@ -10,6 +11,7 @@ the middle of its `wait` can leave its inner lock held, and the lane that sets i
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +21,7 @@ GATE_SECONDS = 0.5
 class Fence:
     """One-shot. `record` or `fail` exactly once; wait as often as needed."""
 
-    __slots__ = ("_error", "_event", "_gate", "_is_recorded")
+    __slots__ = ("_error", "_event", "_gate", "_is_recorded", "_listeners")
 
     def __init__(self) -> None:
         self._is_recorded = False
@@ -27,6 +29,7 @@ class Fence:
         self._gate.acquire()  # whoever waits stands before it until the fence is recorded
         self._event: torch.cuda.Event | None = None
         self._error: BaseException | None = None
+        self._listeners: list[Callable[[], None]] = []
 
     @classmethod
     def done(cls) -> Fence:
@@ -57,10 +60,32 @@ class Fence:
         self._event, self._error = event, error
         self._is_recorded = True
         self._gate.release()
+        self._tell()
 
     @property
     def is_recorded(self) -> bool:
         return self._is_recorded
+
+    @property
+    def error(self) -> BaseException | None:
+        """Of a fence that is recorded: why it failed."""
+        return self._error
+
+    def when_recorded(self, call: Callable[[], None]) -> None:
+        """Call it once, in the thread that records the fence (or fails it); now, if that is over. It must neither block
+        nor raise."""
+        self._listeners.append(call)
+        if self._is_recorded:
+            self._tell()
+
+    def _tell(self) -> None:
+        # Two threads may be here at once. Taking one out of a list is a single step, so each is called by one of them.
+        while self._listeners:
+            try:
+                call = self._listeners.pop()
+            except IndexError:
+                return
+            call()
 
     def wait(self) -> None:
         """Block the host until the work behind the fence is over; raise the lane's error if it failed."""

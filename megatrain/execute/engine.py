@@ -44,7 +44,6 @@ from megatrain.store.memory import HostMemory
 from megatrain.store.set_aside import SetAside
 from megatrain.transport.activations import ActivationStore
 from megatrain.transport.drain import GradientPacket
-from megatrain.transport.stream import LaneStream
 
 Result = TypeVar("Result")
 
@@ -353,9 +352,9 @@ class Engine:
         return describe_run(self)
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the model was streamed: visits a home, transfers, bytes, prediction hits and misses, stalls."""
+        """Counts since the model was streamed: visits a home, transfers, bytes, predictions, stalls, the disk."""
         counters = self.transport.counters
-        stats: dict[str, Any] = {
+        return {
             "steps": self.num_steps,
             "visits": dict(counters.visits),
             "num_transfers": counters.num_transfers,
@@ -366,11 +365,9 @@ class Engine:
             "offloaded_activation_bytes": self.activations.offloaded_bytes,
             "stall_seconds": self.transport.stall_seconds(),
             "busy_seconds": self.transport.busy_seconds(),
+            **self.transport.prediction_stats(),
+            **({} if self.memory.disk is None else self.memory.disk.stats()),
         }
-        if isinstance(self.transport, LaneStream):
-            predictor = self.transport.predictor
-            stats |= {"prediction_hits": predictor.num_hits, "prediction_misses": predictor.num_misses}
-        return stats
 
     @property
     def consumed(self) -> list[Home]:

@@ -28,20 +28,21 @@ class Updaters:
         self._cpu = CpuUpdater(num_threads, kernel)
         self._device = DeviceUpdater(device)
         self._disk = None if window is None else DiskUpdater(self._cpu, window)
-        self._pool: ThreadPoolExecutor | None = None
+        # Kept from step to step: its threads, which it starts when there is work, hold the scratch memory of the code.
+        self._pool = ThreadPoolExecutor(self._cpu.num_threads, thread_name_prefix="megatrain-lossless")
 
     def run(
         self, place: Place, segments: Sequence[Segment | LosslessSegment], measure: bool
     ) -> Sequence[Measure | None]:
-        """Update the segments of a home that lives in `place`. Returns a Measure for each, if asked for."""
+        """Update the segments of a home that lives in `place`. Returns a Measure for each, if asked for.
+
+        Several threads may be here at once: one for homes on disk, one for those updated on the device, one for others.
+        """
         if place == HBM:
             return self._device.run(segments, measure)
         if place.update == "device":
             return self._device.run_streamed(segments, measure)
         if any(isinstance(segment, LosslessSegment) for segment in segments):
-            if self._pool is None:
-                # Kept from step to step: its threads hold the scratch memory of the code.
-                self._pool = ThreadPoolExecutor(self._cpu.num_threads, thread_name_prefix="megatrain-lossless")
             return update_lossless(self._cpu, self._pool, segments, measure)
         if self._disk is not None and DISK_TIER in place.tiers.values():
             # The next visit reads weights from there.
@@ -50,5 +51,4 @@ class Updaters:
 
     def close(self) -> None:
         self._cpu.close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()

@@ -80,6 +80,11 @@ class DiskMemory:
         extent = self._extents[position]
         return (extent, offset) if offset < extent.num_bytes else None
 
+    def stats(self) -> dict[str, float]:
+        """What the store moved so far: bytes, and the seconds in which it was at it."""
+        names = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
+        return {f"disk_{name}": 0 if self._store is None else getattr(self._store, name) for name in names}
+
     def expose(self) -> None:
         self.settle()
         self.num_exposures += 1

@@ -75,6 +75,8 @@ class HomeGradients:
 
     def borrow(self, slab: torch.Tensor, layout: GradientLayout) -> None:
         """Take `slab` (flat uint8, large enough) for the next pass, until `give_back`."""
+        # What an interrupt kept from its update is in a slab that others have now.
+        self._forget_all()
         self._slab = slab[: layout.numel * self.dtype.itemsize].view(self.dtype)
 
     def give_back(self) -> None:

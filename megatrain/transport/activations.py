@@ -164,7 +164,7 @@ class ActivationStore:
         """Take back the buffers of activations that were used up, each behind its last copy."""
         while self._returned:
             kept = self._returned.popleft()
-            buffer, kept.buffer, kept.host, kept.device = kept.buffer, None, None, None
+            buffer, kept.buffer, kept.host = kept.buffer, None, None
             assert buffer is not None
             try:
                 kept.arrived.wait()
@@ -172,6 +172,8 @@ class ActivationStore:
                 self.buffers.discard(buffer)
             else:
                 self.buffers.give_back(buffer)
+            # Not before: a copy that was on its way back to the device would go into memory that others have.
+            kept.device = None
 
     def _earlier(self, boundary: Boundary) -> Sequence[Boundary]:
         away = list(self._away)

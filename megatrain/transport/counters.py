@@ -15,6 +15,9 @@ class Counters:
 
     num_transfers: int = 0
     transferred_bytes: int = 0
+    num_late_transfers: int = 0
+    """Those that were begun only when a visit needed them."""
+
     num_drains: int = 0
     drained_bytes: int = 0
     num_fetches: int = 0

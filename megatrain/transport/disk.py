@@ -25,6 +25,7 @@ from megatrain.store.memory import HostMemory
 from megatrain.store.tier import PAGE_BYTES, round_up
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
+from megatrain.transport.ring import Loan, SlabRing
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,25 +222,24 @@ class WeightReader:
         self, homes: list[Home], disk: DiskMemory, memory: HostMemory, *, num_slots: int, delay_seconds: float
     ) -> None:
         self.lane = Lane("disk", torch.device("cpu"), delay_seconds=delay_seconds)
-        self._disk = disk
         slot_bytes = max(round_up(home.wire.numel(), PAGE_BYTES) for home in homes)
-        self._slots = [memory.empty(slot_bytes, pinned=True) for _ in range(num_slots)]
-        self._free = [Fence.done() for _ in self._slots]
-        self._turns = itertools.cycle(range(num_slots))
+        self.slots = SlabRing([memory.empty(slot_bytes, pinned=True) for _ in range(num_slots)])
+        self._disk = disk
 
-    def read(self, home: Home) -> tuple[int, torch.Tensor, Fence]:
-        """Begin to read a home's weights behind its update: number of the slot, the bytes there, and when they are."""
-        turn = next(self._turns)
+    def read(self, home: Home) -> tuple[Loan, Fence]:
+        """Begin to read a home's weights behind its update: the slot where they will be, and when they are there.
+
+        The caller gives the slot back at once, behind what reads it. (`slots.take_back`)
+        """
         where = self._disk.locate(home.wire)
         assert where is not None, f"the weights of {home.name} are not on disk"
         extent, offset = where
-        target = self._slots[turn][: round_up(home.wire.numel(), PAGE_BYTES)]
-        arrived = self.lane.submit(lambda: extent.read(offset, target).wait(), after=(home.updated, self._free[turn]))
-        return turn, target[: home.wire.numel()], arrived
-
-    def lend(self, turn: int, until: Fence) -> None:
-        """The slot is read until then."""
-        self._free[turn] = until
+        num_bytes = round_up(home.wire.numel(), PAGE_BYTES)
+        loan = self.slots.lend(home)
+        arrived = self.lane.submit(
+            lambda: extent.read(offset, self.slots.take(loan, None)[:num_bytes]), after=(home.updated, loan.turn)
+        )
+        return loan, arrived
 
 
 def _pages(tensor: torch.Tensor, extent: Extent, offset: int) -> _Range:

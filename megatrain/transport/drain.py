@@ -74,7 +74,8 @@ class GradientPacket:
 def land(home: Home, packet: GradientPacket) -> Callable[[], None]:
     """Start the copy into the home's slab; returns what has to run after it is over.
 
-    Between the two a CUDA lane waits for its copy. The home's last update must have ended: it reads the same slab.
+    Between the two a CUDA lane waits for its copy. The home's last update must have ended, which reads the same slab,
+    and its last drain.
     """
     is_first = not home.grads.is_holding()
     if is_first:

@@ -1,12 +1,17 @@
-"""Slabs for gradients that nobody keeps: from their drain until their update has used them up.
+"""Slabs that are lent to one home after the other: for gradients that nobody keeps, from their drain until their update
+has used them up; for weights on their way from disk, until the device has them.
 
-Rule: a slab is lent again only behind the update of the home that had it before. So their number bounds how far the
-backward may run ahead of the updates.
+Work takes its slab when it runs, not when it is queued: whichever is free. So one that is late holds back its own slab
+alone. Turns come in the order in which they were asked for, one for each slab that comes back.
+Rule: a slab is lent again only behind what used it before. So their number bounds how far the backward may run ahead of
+the updates, and reads ahead of copies to the device.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -14,21 +19,68 @@ from megatrain.base.fence import Fence
 from megatrain.store.home import Home
 
 
+class Loan:
+    """Of a slab."""
+
+    def __init__(self) -> None:
+        self.turn = Fence()
+        """Behind it a slab is free."""
+        self.slab: torch.Tensor | None = None
+        """Once it is taken."""
+
+
 class SlabRing:
     """
     Args:
-        slabs: flat uint8, each large enough for the gradients of any home that will be lent one.
+        slabs: flat uint8, each large enough for what any home will want one for.
     """
 
-    def __init__(self, slabs: list[torch.Tensor]) -> None:
+    def __init__(self, slabs: Sequence[torch.Tensor]) -> None:
         self._slabs = slabs
-        self._holders: list[Home | None] = [None] * len(slabs)
-        self._turns = itertools.cycle(range(len(slabs)))
+        self.reset()
 
-    def lend(self, home: Home) -> tuple[torch.Tensor, Fence]:
-        """A slab for `home`, and the fence behind which it is free. The update of `home` is queued before the next call
-        that could lend the same slab."""
-        turn = next(self._turns)
-        before = self._holders[turn]
-        self._holders[turn] = home
-        return self._slabs[turn], Fence.done() if before is None else before.updated
+    def reset(self) -> None:
+        """Whatever used a slab is over, and so are all loans."""
+        # Several threads are at these: each step of theirs is a single call.
+        self._free = deque((slab, Fence.done()) for slab in self._slabs)
+        self._turns = deque(Fence.done() for _ in self._slabs)
+        self._awaited: deque[Fence] = deque()
+        self._lent: dict[Home, Loan] = {}
+
+    @property
+    def is_settled(self) -> bool:
+        """All that was lent will come back. If not, an interrupt came between."""
+        return not self._lent
+
+    def lend(self, home: Home) -> Loan:
+        """For work that is about to be queued behind the loan's `turn`. `take_back` follows before the next loan."""
+        loan = self._lent[home] = Loan()
+        turn = Fence()
+        self._turns.append(turn)
+        self._awaited.append(turn)
+        loan.turn = self._turns.popleft()
+        return loan
+
+    def take(self, loan: Loan, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """The loan's slab, once its turn has come; what is enqueued on `stream` from now on may write it. Without a
+        stream the host waits.
+
+        Raises what went wrong with the use before.
+        """
+        loan.slab, used_up = self._free.popleft()
+        used_up.order(stream)
+        assert loan.slab is not None
+        return loan.slab
+
+    def take_back(self, home: Home, used_up: Fence) -> None:
+        """What `home` was lent, if it was, behind its use."""
+        loan = self._lent.get(home)
+        if loan is not None:
+            used_up.when_recorded(functools.partial(self._receive, loan, used_up))
+            # Last: whatever an interrupt leaves undone can be seen from `is_settled`.
+            self._lent.pop(home, None)
+
+    def _receive(self, loan: Loan, used_up: Fence) -> None:
+        # Without a slab if the work failed before; then `used_up` has failed too, and tells the next.
+        self._free.append((loan.slab, used_up))
+        self._awaited.popleft().record()

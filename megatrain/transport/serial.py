@@ -79,6 +79,9 @@ class SerialStream:
     def stall_seconds(self) -> dict[str, float]:
         return {}
 
+    def prediction_stats(self) -> dict[str, float]:
+        return {}
+
     def busy_seconds(self) -> dict[str, float]:
         return {}
 

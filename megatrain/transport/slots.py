@@ -7,6 +7,7 @@ only, no copies are made here.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,14 @@ class Slot:
     """The last compute that read the slot."""
 
     last_use: int = 0
+    num_claims: int = 0
+
+    def claim(self) -> Callable[[], bool]:
+        """To be called before a fill is queued. What it returns tells, when the fill's turn has come, whether it is
+        still wanted: a later claim calls it off, so that it never comes behind the later one's."""
+        self.num_claims += 1
+        claim = self.num_claims
+        return lambda: self.num_claims == claim
 
     def fill(self, home: Home, filled: Fence) -> None:
         """`filled` stands behind the copy of the home's present weights, which was just queued."""

@@ -1,23 +1,25 @@
 """The stream: weights to the device ahead of use, gradients home behind it, updates beside both.
 
-Lanes: `compute` is the caller; `h2d` fills slots, `d2h` drains gradients, `cpu` updates. Data flow of one visit:
+Lanes: `compute` is the caller; `h2d` fills slots, `d2h` drains gradients; `cpu` updates, `disk update` does so where
+states come from disk, so that they hold up no others, `update` on the device; `disk` reads weights. One visit:
 
     acquire: predict -> h2d copies home -> slot (after home.updated and slot.used)  -> caller runs behind slot.filled
     release: slot.used stands behind the caller's work
-    drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab)
+    drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab; after the last drain)
     disk:    reads weights into a host slot, from which h2d copies; states go through the window of their update
-    update:  cpu or device lane changes the home (after the caller's work so far, where that reads the home itself)
+    update:  a lane changes the home (after its last update; after the caller's work so far, where that reads the home)
 
 Homes on the device take no slot: acquire hands out the home itself, behind `updated`.
 
 Invariants: a slot is refilled only behind `used`; weights are copied only behind `updated`; at most `max_drains`
-packets are in flight. What it gives up: the compute lane is one stream.
+packets are in flight. Lanes keep no order but that of fences, so whatever touches a home, slot or slab names the fence
+of what touched it before. What it gives up: the compute lane is one stream.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -31,7 +33,7 @@ from megatrain.transport.disk import DiskWindow, WeightReader
 from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
-from megatrain.transport.ring import SlabRing
+from megatrain.transport.ring import Loan, SlabRing
 from megatrain.transport.slots import Slot, SlotPool, State
 from megatrain.transport.stall import StallClock
 
@@ -43,7 +45,7 @@ class LaneStream:
         block_bytes: wire bytes of the largest block that is streamed; 0 if none is.
         rings: bounded slabs for gradients that are not kept, by type of the device where they lie. None: homes keep
             their gradients in slabs of their own.
-        window, reader: of states and weights on disk, where there are any.
+        window, reader: of states and weights on disk, where there are any. The window is the `disk update` lane's.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class LaneStream:
         block_bytes: int,
         device: torch.device,
         options: StreamOptions,
-        rings: dict[str, SlabRing] | None = None,
+        rings: Mapping[str, SlabRing] | None = None,
         window: DiskWindow | None = None,
         reader: WeightReader | None = None,
     ) -> None:
@@ -67,21 +69,24 @@ class LaneStream:
             largest_bytes=max((home.wire.numel() for home in homes if not home.place.is_resident), default=0),
         )
         self._depth = len(self.slots.slots) - 1
-        self._rings = rings
+        self._rings = rings or {}
         self._max_drains = options.max_drains
         self._poison = options.poison
         delay_seconds = options.lane_delay_seconds
         self._h2d = Lane("h2d", device, delay_seconds=delay_seconds)
         self._d2h = Lane("d2h", device, delay_seconds=delay_seconds)
         self._cpu = Lane("cpu", torch.device("cpu"), delay_seconds=delay_seconds)
-        self._lanes = [self._h2d, self._d2h, self._cpu]
-        self._reader = reader
-        if reader is not None:
-            self._lanes.append(reader.lane)
-        self._device_update: Lane | None = None
+        self._update_lanes = [self._cpu]
+        self._disk_update = self._device_update = None
+        if window is not None:
+            self._disk_update = Lane("disk update", torch.device("cpu"), delay_seconds=delay_seconds)
+            self._update_lanes.append(self._disk_update)
         if any(home.place.update == "device" for home in homes):
             self._device_update = Lane("update", device, delay_seconds=delay_seconds)
-            self._lanes.append(self._device_update)
+            self._update_lanes.append(self._device_update)
+        self._reader = reader
+        self._all_rings = [*self._rings.values(), *([] if reader is None else [reader.slots])]
+        self._lanes = [self._h2d, self._d2h, *self._update_lanes, *([] if reader is None else [reader.lane])]
         self._in_use: dict[Home, tuple[Slot, int]] = {}
         self._drains: deque[tuple[Fence, GradientPacket]] = deque()
         self._may_be_draining = False
@@ -106,6 +111,7 @@ class LaneStream:
             return slot.buffer[: home.wire.numel()]
         slot = self.slots.find(home)
         if slot is None:
+            self.counters.num_late_transfers += 1
             slot = self._fill(home, keep=[])
             if slot is None:
                 raise UserError(
@@ -139,28 +145,36 @@ class LaneStream:
 
     @property
     def is_idle(self) -> bool:
-        """No weights are in use."""
-        return not self._in_use
+        """No weights are in use, and every slab that is lent will come back."""
+        return not self._in_use and all(ring.is_settled for ring in self._all_rings)
 
     def recover(self) -> None:
         """After an interrupt at any place: no weights are in use, and every drain has landed."""
         self._in_use.clear()
         for slot in self.slots.slots:
-            # A copy may be on its way into it. The next one goes the same lane, behind it.
+            # A copy may be on its way into it. The next one calls it off, or goes the same lane behind it.
             slot.state, slot.home, slot.used = State.FREE, None, Fence.on_current_stream(self.device)
         self.flush()
+        if not all(ring.is_settled for ring in self._all_rings):
+            for lane in self._lanes:
+                lane.flush()
+            for ring in self._all_rings:
+                ring.reset()
 
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Send a pass's gradients home. Waits (for room, not for the copy) when too many are on their way."""
+        self._drains = deque(drain for drain in self._drains if not drain[0].is_recorded)
         with self.waiting("drain"):
             while len(self._drains) >= self._max_drains:
                 fence, _ = self._drains.popleft()
                 fence.order(self._compute_stream())
-        computed = Fence.on_current_stream(self.device)
+        after = [Fence.on_current_stream(self.device), home.updated, home.grads.arrived]
         self._may_be_draining = True
-        ring = None if self._rings is None else self._rings[home.grads.device.type]
-        slab, free = (None, Fence.done()) if ring is None else ring.lend(home)
-        fence = self._d2h.submit(lambda: self._land(home, packet, slab), after=(home.updated, computed, free))
+        ring = self._rings.get(home.grads.device.type)
+        loan = None if ring is None else ring.lend(home)
+        if loan is not None:
+            after.append(loan.turn)
+        fence = self._d2h.submit(lambda: self._land(home, packet, ring, loan), after=after)
         home.grads.arrived = fence
         self._drains.append((fence, packet))
         self.counters.drain(packet.num_bytes)
@@ -182,23 +196,29 @@ class LaneStream:
         return self._h2d.submit(lambda: tensor.copy_(host, non_blocking=True), after=(computed, sent))
 
     def update(self, home: Home, work: Callable[[], None]) -> Fence:
-        """Queue an update of `home`, where it is updated, behind its gradients."""
-        if home.place.update == "cpu":
-            return self._cpu.submit(work, after=(home.grads.arrived,))
-        assert self._device_update is not None
-        computed = Fence.on_current_stream(self.device)
-        return self._device_update.submit(work, after=(home.grads.arrived, computed))
+        """Queue an update of `home`, where it is updated, behind its gradients and its last update."""
+        lane, after = self._cpu, [home.grads.arrived, home.updated]
+        if home.place.update == "device":
+            lane = self._device_update
+            after.append(Fence.on_current_stream(self.device))
+        elif DISK_TIER in home.place.tiers.values() and self._disk_update is not None:
+            lane = self._disk_update
+        assert lane is not None
+        updated = lane.submit(work, after=after)
+        for ring in self._rings.values():
+            ring.take_back(home, updated)
+        return updated
 
     def rest(self) -> None:
         """All updates of a step are queued: behind them, their writes are waited for and the next states read ahead."""
-        if self.window is not None:
-            self._cpu.submit(self.window.rest)
+        if self.window is not None and self._disk_update is not None:
+            self._disk_update.submit_last(self.window.rest)
 
     def flush(self) -> None:
         """Wait until every drain has landed; raise what went wrong in one."""
         # An interrupt may have kept a drain's fence from being noted: the lane itself knows when all is over.
         if self._may_be_draining:
-            self._d2h.submit(_do_nothing).wait()
+            self._d2h.flush()
             self._drains.clear()
             self._may_be_draining = False
 
@@ -209,6 +229,13 @@ class LaneStream:
     def stall_seconds(self) -> dict[str, float]:
         """Seconds for which the compute lane waited, by cause."""
         return {name: clock.seconds() for name, clock in self._stall.items()}
+
+    def prediction_stats(self) -> dict[str, float]:
+        """What was predicted of visits, and of pieces of states on disk."""
+        stats = {**self.predictor.stats("prediction"), "num_late_transfers": self.counters.num_late_transfers}
+        if self.window is not None:
+            stats |= {**self.window.predictor.stats("disk_prediction"), "disk_wait_seconds": self.window.wait_seconds}
+        return stats
 
     def busy_seconds(self) -> dict[str, float]:
         """Seconds in which each lane's thread worked (on CUDA: issued copies)."""
@@ -233,27 +260,27 @@ class LaneStream:
             return None
         if slot.home is not None:
             slot.free()
-        target = slot.buffer[: home.wire.numel()]
+        target, is_wanted = slot.buffer[: home.wire.numel()], slot.claim()
+
+        def copy(source: torch.Tensor) -> None:
+            if is_wanted():
+                target.copy_(source, non_blocking=True)
+
         if home.place.weights == DISK_TIER:
             assert self._reader is not None
-            turn, source, arrived = self._reader.read(home)
-            filled = self._h2d.submit(lambda: target.copy_(source, non_blocking=True), after=(slot.used, arrived))
-            self._reader.lend(turn, filled)
+            loan, arrived = self._reader.read(home)
+            filled = self._h2d.submit(lambda: copy(loan.slab[: target.numel()]), after=(slot.used, arrived))
+            self._reader.slots.take_back(home, filled)
         else:
-            after = (slot.used, home.updated)
-            filled = self._h2d.submit(lambda: target.copy_(home.wire, non_blocking=True), after=after)
+            filled = self._h2d.submit(lambda: copy(home.wire), after=(slot.used, home.updated))
         slot.fill(home, filled)
         self.counters.transfer(home.wire.numel())
         return slot
 
-    def _land(self, home: Home, packet: GradientPacket, slab: torch.Tensor | None) -> None:
-        if slab is not None:
-            home.grads.borrow(slab, packet.layout)
+    def _land(self, home: Home, packet: GradientPacket, ring: SlabRing | None, loan: Loan | None) -> None:
+        if ring is not None and loan is not None:
+            home.grads.borrow(ring.take(loan, self._d2h.stream), packet.layout)
         receive = land(home, packet)
         if self._d2h.stream is not None:
             self._d2h.stream.synchronize()
         receive()
-
-
-def _do_nothing() -> None:
-    """Work that is over when all before it is."""
