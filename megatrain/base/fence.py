@@ -10,12 +10,33 @@ the middle of its `wait` can leave its inner lock held, and the lane that sets i
 
 from __future__ import annotations
 
+import copy
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch
 
+from megatrain.base.errors import DiskError, RefusedError, UserError
+
 GATE_SECONDS = 0.5
+
+
+def bare(error: BaseException) -> BaseException:
+    """A copy of `error` that holds no frames, to keep in one thread and to raise in another.
+
+    An error that is kept and raised again collects the frames that it passes, and with them model and tensors of a run
+    that is long over. What no message of ours explains tells in a note where it came from (Python 3.11 and later).
+    """
+    try:
+        other = copy.copy(error)
+    except Exception:  # whatever the constructor of somebody's exception needs
+        other = RuntimeError(f"{type(error).__name__}: {error}")
+    other.__traceback__ = other.__context__ = other.__cause__ = None
+    if not isinstance(error, UserError | DiskError | RefusedError) and hasattr(other, "add_note"):
+        if error.__traceback__ is not None and not getattr(error, "__notes__", None):
+            other.add_note("in another thread:\n" + "".join(traceback.format_exception(error)).rstrip())
+    return other
 
 
 class Fence:
@@ -57,7 +78,7 @@ class Fence:
 
     def _open(self, event: torch.cuda.Event | None, error: BaseException | None) -> None:
         assert not self._is_recorded, "a fence is recorded once"
-        self._event, self._error = event, error
+        self._event, self._error = event, None if error is None else bare(error)
         self._is_recorded = True
         self._gate.release()
         self._tell()
@@ -109,4 +130,4 @@ class Fence:
             if self._gate.acquire(timeout=GATE_SECONDS):
                 self._gate.release()
         if self._error is not None:
-            raise self._error
+            raise bare(self._error)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatrain.base.fence import Fence
+from megatrain.base.fence import Fence, bare
 
 
 class Transfer:
@@ -38,7 +38,7 @@ class Transfer:
     def end(self, *, has_run: bool, error: BaseException | None) -> None:
         """Only now a failed transfer fails: before, its other blocks were in the caller's buffer."""
         with self._lock:
-            self._error = self._error or error
+            self._error = self._error or (None if error is None else bare(error))
             self._num_running -= has_run
             self.num_left -= 1
             is_last = self.num_left == 0
@@ -50,7 +50,7 @@ class Transfer:
     def cancel(self, error: BaseException) -> None:
         """Blocks that wait will not run; returns when those that run are over and the buffer is the caller's again."""
         with self._lock:
-            self._error = self._error or error
+            self._error = self._error or (None if error is None else bare(error))
         while self._num_running:
             time.sleep(0.001)
 
@@ -112,7 +112,7 @@ class IoThreads:
     def put(self, blocks: Sequence[Block]) -> None:
         """Queue blocks, all reads or all writes. Raises what ended the threads."""
         if self._error is not None:
-            raise self._error
+            raise bare(self._error)
         # Extending a deque is one step: an interrupt leaves all of them in it or none. Whoever is woken empties the
         # queue, so blocks whose wake-up an interrupt swallowed go with the next ones.
         (self._writes if blocks[0].is_write else self._reads).extend(blocks)
@@ -173,7 +173,7 @@ class IoThreads:
         return None
 
     def _die(self, error: BaseException) -> None:
-        self._error = self._error or error
+        self._error = self._error or bare(error)
         self._fail_waiting(self._error)
 
     def _fail_waiting(self, error: BaseException) -> None:

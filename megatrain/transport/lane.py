@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.base.fence import Fence
+from megatrain.base.fence import Fence, bare
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
@@ -102,7 +102,7 @@ class Lane:
 
     def _put(self, after: Sequence[Fence], work: Callable[[], object], *, is_last: bool) -> Fence:
         if self._error is not None:
-            raise self._error
+            raise bare(self._error)
         fence = Fence()
         self._inbox.put(_Piece(fence, after, work, is_last))
         return fence
@@ -129,7 +129,7 @@ class Lane:
         """On the lane's thread, which waits for what of `after` is not over."""
         try:
             if self._error is not None:
-                raise self._error
+                raise bare(self._error)
             for other in piece.after:
                 other.order(self.stream)
             if self._delay_seconds:
@@ -155,7 +155,7 @@ class Lane:
         self._inbox.put(True)
 
     def _fail(self, piece: _Piece, error: BaseException) -> None:
-        self._error = error
+        self._error = bare(error)
         piece.fence.fail(error)
 
     def _run_on_stream(self, work: Callable[[], object]) -> Fence | torch.cuda.Event | None:
