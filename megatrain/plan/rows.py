@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatrain.base.config import Config, StreamOptions
@@ -68,9 +69,8 @@ class Placement:
 
     @property
     def update_slot_bytes(self) -> int:
-        """Of one host slot for states on disk: no more than the largest home needs."""
-        most = max((self._disk_bytes(plan) for plan in self.plans), default=0)
-        return min(UPDATE_SLOT_BYTES, most)
+        """Of one host slot for states on disk."""
+        return update_slot_bytes((plan, self.places[plan], self._sizes(plan)) for plan in self.plans)
 
     @property
     def disk_weight_bytes(self) -> int:
@@ -102,14 +102,21 @@ class Placement:
         numel = sum(field.numel for key, field in plan.parameters.items() if key in self.trainable)
         return plan.grad_dtype.itemsize * numel
 
-    def _disk_bytes(self, plan: HomePlan) -> int:
-        """Of a home on disk, each of its tensors in whole pages with one to spare."""
-        on_disk = [part for part, tier in self.places[plan].tiers.items() if tier == DISK_TIER]
-        return sum(self._sizes(plan)[part] + SLACK_BYTES * len(plan.fields) for part in on_disk)
-
     def _sizes(self, plan: HomePlan) -> dict[str, int]:
         keeps = self.config.clip == "global"
         return part_bytes(plan, self.trainable, self.config.moments, keeps_gradients=keeps)
+
+
+def update_slot_bytes(homes: Iterable[tuple[HomePlan, Place, Mapping[str, int]]]) -> int:
+    """Of one host slot for states on disk: no more than the largest home needs, each of its tensors in whole pages.
+
+    homes: each with its place and its bytes by part.
+    """
+    most = 0
+    for plan, place, sizes in homes:
+        on_disk = [part for part, tier in place.tiers.items() if tier == DISK_TIER]
+        most = max(most, sum(sizes[part] + SLACK_BYTES * len(plan.fields) for part in on_disk))
+    return min(UPDATE_SLOT_BYTES, most)
 
 
 def host_slot_bytes(weight_bytes: int, update_slot_bytes: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megatrain.base.units import GB, GIB
 from megatrain.plan.cost import compute_bytes, working_bytes
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM, STAGING_BYTES, TIERS
-from megatrain.plan.rows import SLACK_BYTES, UPDATE_SLOT_BYTES, Row, host_slot_bytes
+from megatrain.plan.rows import Row, host_slot_bytes, update_slot_bytes
 from megatrain.plan.schedule import MAX_DRAINS, Choice
 from megatrain.plan.workload import Workload
 from megatrain.spec.model import ModelSpec
@@ -210,16 +210,9 @@ class TimelineMaker:
 
     def _host_buffers(self, choice: Choice) -> int:
         on_disk = [s["weights"] for s, p in zip(self._sizes, choice.places, strict=True) if p.weights == DISK_TIER]
-        slots = host_slot_bytes(max(on_disk, default=0), self._update_slot_bytes(choice))
+        slot_bytes = update_slot_bytes(zip(self._spec.homes, choice.places, self._sizes, strict=True))
+        slots = host_slot_bytes(max(on_disk, default=0), slot_bytes)
         return PROCESS_BYTES + self._ring(choice, RAM) + slots
-
-    def _update_slot_bytes(self, choice: Choice) -> int:
-        """As `Placement.update_slot_bytes`."""
-        most = 0
-        for home, place, sizes in zip(self._spec.homes, choice.places, self._sizes, strict=True):
-            parts = [part for part, tier in place.tiers.items() if tier == DISK_TIER]
-            most = max(most, sum(sizes[part] + SLACK_BYTES * len(home.fields) for part in parts))
-        return min(UPDATE_SLOT_BYTES, most)
 
     def _ring(self, choice: Choice, tier: str) -> int:
         """Gradients on their way where none are kept."""
