@@ -91,6 +91,7 @@ class Trainer(transformers.Trainer):
             check_place(self.args.output_dir, "output_dir")
         output = super().train(*args, **kwargs)
         self.engine.wait()
+        self.engine.report.finish()
         return output
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

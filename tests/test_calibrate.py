@@ -80,3 +80,19 @@ def test_a_run_says_what_was_predicted_and_learns_from_it() -> None:
     assert "4 x 8 tokens a step: step 7.2 s -> " in line, "two micro-batches of 2 x 6 and 2 x 9 tokens"
     (measured,) = learnt
     assert 0 < measured.step and 0 <= measured.stalls < measured.step and 0 < measured.cpu_update < measured.step
+
+
+def test_a_short_run_says_it_at_its_end() -> None:
+    model, optimizer = start()
+    report, said = engine_of(model).report, []
+    report._say = said.append
+    train(model, optimizer, batches(1))
+    report.finish()
+    assert said == [], "one step alone warms up"
+    train(model, optimizer, batches(2))
+    report.finish()
+    train(model, optimizer, batches(6))
+    report.finish()
+    (line,) = said
+    assert line.startswith("megatrain: measured, 4 x 8 tokens a step: step ")
+    assert report._seen == []

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
 
 NUM_STEPS = 5
-"""After as many, the report; the first one warms up and does not count."""
+"""After as many, the report (or at the end of a shorter run); the first one warms up and does not count."""
+MOST_SEEN = 1 << 16
+"""Micro-batches of a step: more are forwards without a step."""
 
 
 class RunReport:
@@ -45,9 +47,12 @@ class RunReport:
         self._workload: Workload | None = None
         self._ended = 0.0
         self._before = (0.0, 0.0)
+        self._is_over = False
 
     def see(self, hidden_states: torch.Tensor) -> None:
         """The input of the first block: (rows, tokens, hidden) of one micro-batch, or (tokens, hidden)."""
+        if self._is_over or len(self._seen) == MOST_SEEN:
+            return
         if hidden_states.dim() > 2:
             self._seen.append((hidden_states.shape[0], hidden_states.shape[1]))
         elif hidden_states.dim() == 2:
@@ -55,6 +60,8 @@ class RunReport:
 
     def end_step(self) -> None:
         """The optimizer has queued its updates."""
+        if self._is_over:
+            return
         now = time.perf_counter()
         if self._ended:
             self.step_seconds.append(now - self._ended)
@@ -63,12 +70,19 @@ class RunReport:
         self._ended = now
         self._workload = self._workload_seen() or self._workload
         self._seen.clear()
-        if len(self.step_seconds) == NUM_STEPS - 1 and self._workload is not None:
-            plan = self._engine.plan or self.predict(self._workload)
-            self._say(self.line(self._workload, plan))
-            learnt = "" if plan is None else self.learn(plan, self._measured())
-            if learnt:
-                self._say(learnt)
+        if len(self.step_seconds) == NUM_STEPS - 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """The run is over, or long enough: say what there is to say, once."""
+        if self._is_over or self._workload is None or not self.step_seconds:
+            return
+        self._is_over = True
+        plan = self._engine.plan or self.predict(self._workload)
+        self._say(self.line(self._workload, plan))
+        learnt = "" if plan is None else self.learn(plan, self._measured())
+        if learnt:
+            self._say(learnt)
 
     def line(self, workload: Workload, plan: Plan | None) -> str:
         """predicted -> measured, of what is predicted; else what was measured."""
