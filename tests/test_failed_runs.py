@@ -7,15 +7,18 @@ import errno
 import gc
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import nn
 from update_training import batches, start, train
 
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import DiskError
 from megatrain.base.fence import Fence, bare
 from megatrain.execute.engine import Engine
+from megatrain.optim.base import HomeOptimizer
 from megatrain.store.disk_calls import DiskCalls
 
 
@@ -32,9 +35,26 @@ def settle(num_threads: int, num_engines: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("way", ["accumulate", "backward", "state_dict"])
+def by_accumulate(model: nn.Module, optimizer: HomeOptimizer) -> None:
+    train(model, optimizer, batches(4))
+
+
+def by_backward(model: nn.Module, optimizer: HomeOptimizer) -> None:
+    for micro_batches in batches(4):
+        for batch in micro_batches:
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_state_dict(model: nn.Module, optimizer: HomeOptimizer) -> None:
+    train(model, optimizer, batches(1))
+    optimizer.state_dict()
+
+
+@pytest.mark.parametrize("fail_by", [by_accumulate, by_backward, by_state_dict])
 def test_a_model_whose_disk_failed_goes_when_it_is_dropped(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fail_by: Callable[[nn.Module, HomeOptimizer], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -45,17 +65,7 @@ def test_a_model_whose_disk_failed_goes_when_it_is_dropped(
         optimizer.state_dict()
         with monkeypatch.context() as patch, pytest.raises(DiskError, match="could not write .* at offset"):
             patch.setattr(DiskCalls, "write", fail)
-            if way == "accumulate":
-                train(model, optimizer, batches(4))
-            elif way == "backward":
-                for micro_batches in batches(4):
-                    for batch in micro_batches:
-                        model(**batch).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            else:
-                train(model, optimizer, batches(1))
-                optimizer.state_dict()
+            fail_by(model, optimizer)
 
     gc.collect()
     before = threading.active_count(), live_engines()
