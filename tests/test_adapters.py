@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from model_zoo import make_batch, make_model
 from torch import nn
 from trainer_helpers import arguments, assert_equal_weights, llama, rows, train
 
@@ -157,3 +158,13 @@ def test_the_space_of_a_checkpoint_leaves_the_base_out(tmp_path: Path) -> None:
     counted_bytes = checkpoint_bytes(trainer.model, trainer.engine, trainer.optimizer)
     # Names, shapes and small files are not counted.
     assert counted_bytes <= written_bytes <= counted_bytes + 2**14
+
+
+def test_adapters_of_parameters_are_refused_before_anything_is_taken_home() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model = peft.get_peft_model(make_model("mixtral"), config)
+    mt.init(device="cpu")
+    with pytest.raises(mt.UserError, match="peft adapts a parameter here .* name modules instead"):
+        mt.stream(model)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert torch.isfinite(model(**make_batch()).loss)

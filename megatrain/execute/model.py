@@ -178,6 +178,13 @@ def check_model(model: nn.Module, initialize: Initialize | None) -> None:
         raise UserError(
             "initialize was given, but every weight has its values: leave it out, or build on torch's meta device"
         )
+    for name, module in model.named_modules():
+        if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
+            raise UserError(
+                f"{name}: peft adapts a parameter here and not a module (target_parameters=..., or all-linear with "
+                "fused experts), by putting another in its place inside the forward, which a streamed layer cannot "
+                "follow: name modules instead, LoraConfig(target_modules=['q_proj', 'v_proj'])"
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, HomeParameter):
             raise UserError(
