@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,13 +22,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from megatrain.api import stream
+from megatrain.api import init, stream
 from megatrain.base.errors import UserError
 from megatrain.load.checkpoint import damaged_file
 from megatrain.load.initial import Initialiser
 from megatrain.load.interception import loading_by
 from megatrain.load.opening import OpenedCheckpoint
 from megatrain.load.units import WeightSource, names_of, parameters_on_meta
+
+logger = logging.getLogger("megatrain")
 
 _REFUSED = {
     "device_map": "layers live in host memory; choose the device with mt.init(device=...)",
@@ -109,11 +113,14 @@ def from_config(
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed={seed!r} must be a whole number")
+    dtype = None if dtype == "auto" else dtype
+    _check_arguments(config, dtype, model_class, keywords)
     own = {name: keywords.pop(name) for name in ("attn_implementation", "trust_remote_code") if name in keywords}
     with _told_plainly(config):
         if not isinstance(config, PreTrainedConfig):
             trust = {name: own[name] for name in ("trust_remote_code",) if name in own}
             config, keywords = AutoConfig.from_pretrained(config, return_unused_kwargs=True, **trust, **keywords)
+        config = _without_quantisation(config)
         if dtype is not None:
             own["dtype"] = dtype
         model_class = model_class or AutoModelForCausalLM
@@ -130,6 +137,7 @@ def open_pretrained(path: str | os.PathLike[str], model_class: Any, **keywords: 
     for name, remedy in _REFUSED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
             raise UserError(f"{name}={keywords[name]!r} is not for a streamed model: {remedy}")
+    _check_arguments(path, keywords.get("dtype"), model_class, keywords)
     loader = _Opening(path)
     with _told_plainly(path), loading_by(loader):
         model = model_class.from_pretrained(path, **keywords)
@@ -167,6 +175,36 @@ class _Opening:
         return loading_info
 
 
+def _check_arguments(path: Any, dtype: Any, model_class: Any, keywords: dict[str, Any]) -> None:
+    """Raises UserError for what transformers would meet with an error of its own, far from the cause."""
+    if not isinstance(path, str | os.PathLike | PreTrainedConfig):
+        raise UserError(f"{path!r} is no model: give a folder, a name on the Hub, or (mt.from_config) a config")
+    is_path = isinstance(path, str | os.PathLike) and (os.path.isabs(path) or os.fspath(path).startswith((".", "~")))
+    if is_path and not os.path.exists(os.path.expanduser(path)):
+        raise UserError(f"{os.fspath(path)}: there is no such folder")
+    name = dtype if isinstance(dtype, str) else None
+    if name not in (None, "auto") and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise UserError(f"dtype={dtype!r} is not known: use 'bfloat16', 'float32', a torch.dtype, or 'auto'")
+    if not isinstance(dtype, str | torch.dtype | None):
+        raise UserError(f"dtype={dtype!r} must be one dtype: 'bfloat16', 'float32', a torch.dtype, or 'auto'")
+    is_class = isinstance(model_class, type) and (hasattr(model_class, "from_pretrained") or model_class is None)
+    if model_class is not None and not (is_class and not issubclass(model_class, PreTrainedConfig | AutoConfig)):
+        raise UserError(f"model_class={model_class!r} must be a class of models of transformers, AutoModel for example")
+    for setting in keywords.keys() & inspect.signature(init).parameters.keys():
+        given = f"{setting}={keywords[setting]!r}"
+        raise UserError(f"{given} is a setting of the stream: say it with mt.init({setting}=...)")
+
+
+def _without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A new model has no quantised weights, whatever the config of a published one says of its files."""
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    logger.warning("the config names a quantisation, which is left out: the weights of a new model are not quantised")
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
 @contextlib.contextmanager
 def _told_plainly(path: Any) -> Iterator[None]:
     """Errors of transformers, safetensors and the Hub, as UserError."""
@@ -174,7 +212,12 @@ def _told_plainly(path: Any) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs a package that is not here ({error}). If that is for its quantisation: full-parameter "
+            "training needs the unquantised model"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         damaged = damaged_file(path) if isinstance(path, str | os.PathLike) else None
         if damaged is not None:
             raise damaged from error
