@@ -136,7 +136,7 @@ class HostMemory:
         code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
         if int(code) != 0:
             # CUDA keeps the error, and the next kernel would raise it.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, AssertionError):
                 torch.zeros(1, device="cuda")
             logger.warning(
                 "could not page-lock %s of host memory (CUDA error %s): transfers from it run at about 8 GB/s instead "
