@@ -21,7 +21,7 @@ from megatrain.plan.placement import Place
 from megatrain.store.memory import HostMemory
 
 MAX_LENGTH, MAX_MICRO_BATCHES = 24, 3
-NUM_WARM_UP, NUM_STEPS = 40, 160
+NUM_WARM_UP, NUM_STEPS = 40, 120
 RSS_TOLERANCE_BYTES = 8 << 20
 """Of what C allocators and PyTorch keep. The gradients of one step are 150 KB: of each step, they would be 18 MB."""
 

@@ -76,7 +76,7 @@ def test_interrupts_at_any_place(step: Callable[[Any], None]) -> None:
     step(model)
     num_places = interrupted(lambda: step(model), None)
     assert num_places > 1000
-    for at in range(1, num_places, 41):
+    for at in range(1, num_places, 83):
         model.zero_grad()
         interrupted(lambda: step(model), at)
         assert all(isinstance(parameter, HomeParameter) for parameter in model.parameters()), at
@@ -93,7 +93,7 @@ def test_interrupts_while_weights_come_from_disk(tmp_path: Path) -> None:
     plain_step(plain)
     expected = gradients(plain)
     plain_step(model)
-    for at in range(1, interrupted(lambda: plain_step(model), None), 97):
+    for at in range(1, interrupted(lambda: plain_step(model), None), 149):
         model.zero_grad()
         interrupted(lambda: plain_step(model), at)
         model.zero_grad()
@@ -115,7 +115,7 @@ def test_interrupts_between_a_drain_and_its_update() -> None:
 
     step()
     norms = {home.name: home.grads.arrived_norm for home in the_engine(model).homes}
-    for at in range(1, interrupted(step, None), 41):
+    for at in range(1, interrupted(step, None), 83):
         interrupted(step, at)
         optimizer.zero_grad()
         step()
