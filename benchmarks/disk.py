@@ -34,9 +34,9 @@ from typing import Any
 import torch
 
 from megatrain.base.fence import Fence
+from megatrain.base.mounts import file_system_of
 from megatrain.base.units import GB, MIB, format_bytes
 from megatrain.store.disk import DiskStore
-from megatrain.store.disk_file import file_system
 from megatrain.store.tier import round_up
 
 SIDES = ("store", "plain threads")
@@ -76,7 +76,7 @@ def main() -> None:
         "plain threads": PlainSide(store, slots, options, num_bytes // num_folders),
     }
     for folder, is_direct in zip(options.dir, store.is_direct, strict=True):
-        print(f"{folder}: {file_system(Path(folder))}, {'direct' if is_direct else 'buffered'}")
+        print(f"{folder}: {file_system_of(Path(folder))}, {'direct' if is_direct else 'buffered'}")
     print(
         f"{format_bytes(num_bytes)} a round, blocks of {options.block_mib} MiB, {options.threads} threads a folder, "
         f"{options.rounds} rounds"

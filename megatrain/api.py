@@ -65,7 +65,7 @@ def init(
         offload_dir: a folder, or several on different disks, for what of the homes does not fit in memory. Its files
             vanish with the process.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
-        max_ram_gb: host memory for homes at most, in GB (1e9 bytes).
+        max_ram_gb: host memory to use at most, in GB (1e9 bytes): with a GPU of the whole process, else for homes.
         optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True
             or "4bit" (about 1 byte a parameter instead of 8), "8bit", "bf16". See docs/compression.md.
         precision: "fp32" (fp32 throughout, TF32 off), "bf16" (bf16 compute, exact fp32 master), or None: bf16 when

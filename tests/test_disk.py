@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.mounts import file_system_of
 from megatrain.store.disk import DiskStore
-from megatrain.store.disk_file import file_system
 from megatrain.store.disk_lock import LOCK_NAME
 from megatrain.store.tier import PAGE_BYTES, round_up
 
@@ -120,7 +120,7 @@ def test_many_transfers_at_once(stores) -> None:
 
 
 def test_space_is_reserved_and_given_back(tmp_path) -> None:
-    if file_system(tmp_path) == "tmpfs":
+    if file_system_of(tmp_path) == "tmpfs":
         pytest.skip("needs blocks of a disk")
     store = DiskStore([tmp_path / "a", tmp_path / "b"])
     extent = store.allocate(2**22)

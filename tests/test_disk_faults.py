@@ -18,9 +18,10 @@ import torch
 from disk_helpers import Faults, Times, failure, page_buffer, random_buffer, read_back, reserved_bytes, wait_until
 
 from megatrain.base.errors import DiskError, UserError
+from megatrain.base.mounts import file_system_of
 from megatrain.store import disk_file, disk_lock, disk_threads
 from megatrain.store.disk import DiskStore
-from megatrain.store.disk_file import NUM_RETRIES, file_system
+from megatrain.store.disk_file import NUM_RETRIES
 from megatrain.store.tier import PAGE_BYTES
 
 pytestmark = pytest.mark.timeout(60)
@@ -136,7 +137,7 @@ def test_a_disk_that_is_full_when_space_is_reserved(store: DiskStore, calls: Fau
 
 
 def test_what_a_full_disk_had_left_is_told(store: DiskStore, calls: Faults, monkeypatch) -> None:
-    if file_system(store._disks[0].file.folder) == "tmpfs":
+    if file_system_of(store._disks[0].file.folder) == "tmpfs":
         pytest.skip("needs a disk that reserves what there is before it fails")
     reserve, usage, seen = calls.reserve, disk_file.psutil.disk_usage, []
 
@@ -196,7 +197,7 @@ def test_direct_io_refused(tmp_path: Path, caplog, refused_by: str, refuse_namel
     assert store.is_direct == (False,)
     told = [record.getMessage() for record in caplog.records if "direct I/O" in record.getMessage()]
     assert len(told) == 1
-    assert str(tmp_path) in told[0] and file_system(tmp_path) in told[0] and "page cache" in told[0]
+    assert str(tmp_path) in told[0] and file_system_of(tmp_path) in told[0] and "page cache" in told[0]
     assert os.listdir(tmp_path) == [disk_lock.LOCK_NAME]
     extent, values = store.allocate(NUM_BYTES), random_buffer(NUM_BYTES)
     extent.write(0, values).wait()
@@ -205,7 +206,7 @@ def test_direct_io_refused(tmp_path: Path, caplog, refused_by: str, refuse_namel
 
 
 def test_buffered_io_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
-    if file_system(tmp_path) == "tmpfs":
+    if file_system_of(tmp_path) == "tmpfs":
         pytest.skip("tmpfs is the page cache")
     store = DiskStore([tmp_path], calls=Faults(refuse_direct="open"))
     extent, values = store.allocate(2**22), random_buffer(2**22)

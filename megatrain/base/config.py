@@ -43,7 +43,8 @@ class Config:
     """Device memory that may be used, in GB (1e9 bytes). Left out: what is free."""
 
     max_ram_gb: float | None = None
-    """Host memory for homes, in GB (1e9 bytes). Left out: what is free."""
+    """Host memory that may be used, in GB (1e9 bytes): with a GPU of the whole process, else for homes alone. Left out:
+    what is free."""
 
     optimizer_compression: bool | str | None = False
     """Format of the moments. Left out: exact fp32. "lossless": exact, entropy-coded. Lossy: true or "4bit", "8bit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,11 @@ def file_system(folder: Path, mounts: list[Mount]) -> str:
         if folder.is_relative_to(mount.point) and len(mount.point) >= length:
             found, length = mount.type, len(mount.point)
     return found
+
+
+def file_system_of(folder: Path) -> str:
+    """Type of the file system that `folder` is on now: `ext4`, `tmpfs`."""
+    return file_system(Path(os.path.realpath(folder)), read_mounts()) or "unknown file system"
 
 
 def _plain(text: str) -> str:

@@ -3,7 +3,7 @@
 Tried are: rows of a micro-batch, the number of slots, how many of the first homes live on the device, and whether the
 others are updated by the CPU or stream through the device. From these follow: layer inputs stay on the device as far
 as there is room, and what host memory cannot take goes to disk, if there is one: moments first, then low halves, then
-weights, then gradients, each from the last homes of the forward on. Clipping is never changed.
+weights, then gradients, each in the order of `spill_order`. Clipping is never changed.
 
 A candidate whose busiest lane alone takes longer than the best simulated step is not simulated; the search ends at
 one that is within `CLOSE` of what is possible. So more memory never makes the predicted step longer, up to that.

@@ -1,8 +1,8 @@
 """Lanes at work: when each piece of a step starts and ends. Pure.
 
-A lane does one thing at a time, in the order in which its work was handed to it, as the lanes of `transport/` do; a
-piece starts when its lane is free and all that it waits for is over. So less work or fewer waits never make a step
-longer.
+A lane does one thing at a time, in the order in which its work was handed to it; a piece starts when its lane is free
+and all that it waits for is over. So less work or fewer waits never make a step longer. The lanes of `transport/` also
+let work that is ready pass work that waits, which is not simulated: with it that rule would not hold.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from megatrain.base.errors import DiskError, UserError
+from megatrain.base.mounts import file_system_of
 from megatrain.base.units import format_bytes
 from megatrain.store.disk_calls import DiskCalls
 from megatrain.store.disk_lock import hold_folder
@@ -189,7 +190,7 @@ class DiskFile:
             "%s (%s) refuses direct I/O: its reads and writes go through the page cache, which costs a copy of every "
             "byte on the CPU and host memory in passing. A folder on a local ext4 or xfs has no such cost.",
             self.folder,
-            file_system(self.folder),
+            file_system_of(self.folder),
         )
         return self._open_nameless(0), False
 
@@ -224,17 +225,10 @@ class DiskFile:
             logger.warning("%s has files that a killed run left, delete them: %s", self.folder, ", ".join(names))
 
     def _name_memory(self) -> None:
-        kind = file_system(self.folder)
+        kind = file_system_of(self.folder)
         if kind in ("tmpfs", "ramfs"):
             logger.warning(
                 "%s (%s) lies in host memory: homes there save none. Give offload_dir a folder on a disk.",
                 self.folder,
                 kind,
             )
-
-
-def file_system(folder: Path) -> str:
-    """Type of the file system that `folder` is on: `ext4`, `tmpfs`."""
-    real = Path(os.path.realpath(folder))
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    return next((mounts[path] for path in (real, *real.parents) if path in mounts), "unknown file system")
