@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import datasets
 from transformers import TrainingArguments
+from transformers.utils import is_datasets_available
 
 from megatrain.plan.workload import Workload
 
@@ -22,7 +22,7 @@ def likely_length(dataset: Any) -> int | None:
         dataset: of Hugging Face datasets, or a list of dicts, with `input_ids`. Datasets whose rows are made by code of
             the user's own (a transform, `__getitem__`, a stream) are not asked: they may draw random numbers.
     """
-    if isinstance(dataset, datasets.Dataset):
+    if _is_of_datasets(dataset):
         if "input_ids" not in dataset.column_names or dataset.format["type"] == "custom" or not len(dataset):
             return None
         rows = dataset.with_format(None).select(_spread(len(dataset)))["input_ids"]
@@ -43,6 +43,14 @@ def likely_workload(dataset: Any, args: TrainingArguments) -> Workload | None:
     rows = min(args.per_device_train_batch_size, len(dataset))
     num_sequences = min(rows * args.gradient_accumulation_steps, len(dataset))
     return Workload(num_sequences=num_sequences, length=length, rows=rows)
+
+
+def _is_of_datasets(dataset: Any) -> bool:
+    if not is_datasets_available():  # a Trainer does without it, as transformers' does
+        return False
+    import datasets
+
+    return isinstance(dataset, datasets.Dataset)
 
 
 def _spread(count: int) -> Sequence[int]:
