@@ -33,6 +33,7 @@ from megatrain.plan.rows import (
 )
 from megatrain.plan.workload import Workload
 from megatrain.run_plan import learn, predict_run, spec_of
+from megatrain.store.buffers import BufferPool
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.store.tier import Tier
@@ -129,7 +130,8 @@ def stream(
     if device.type == "cuda":
         prepare_cuda(device, outline.formats.precision, config)
 
-    homes = _make_homes(placement, memory, device)
+    rooms = _make_rooms(placement, memory, device)
+    homes = _make_homes(placement, memory, device, rooms)
     layers = make_layers(outline.layers, plans, homes)
     # Takes its device memory now: where there is too little, the model is still as it was.
     engine = Engine(
@@ -137,6 +139,7 @@ def stream(
         resident=next((home for plan, home in zip(plans, homes, strict=True) if not plan.layers), None),
         layers=layers,
         memory=memory,
+        rooms=rooms,
         device=device,
         formats=outline.formats,
         placement=placement,
@@ -295,7 +298,22 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-def _make_homes(placement: Placement, memory: HostMemory, device: torch.device) -> list[Home]:
+def _make_rooms(placement: Placement, memory: HostMemory, device: torch.device) -> dict[str, BufferPool]:
+    """For inputs of layers and gradients, by tier. That of the device takes its memory now."""
+    options = placement.options
+    is_planned = options.room_bytes is not None
+    host = BufferPool(memory, first_bytes=placement.room_bytes, is_planned=is_planned, poison=options.poison)
+    if options.device_room_bytes is None:
+        return {RAM: host}
+    first_bytes = options.device_room_bytes
+    on_device = BufferPool(DeviceMemory(device), first_bytes=first_bytes, is_planned=True, poison=options.poison)
+    on_device.reserve()
+    return {RAM: host, HBM_TIER: on_device}
+
+
+def _make_homes(
+    placement: Placement, memory: HostMemory, device: torch.device, rooms: Mapping[str, BufferPool]
+) -> list[Home]:
     """One a plan, in their order; what trains is marked. They take no page-locked memory yet (`memory.lock`)."""
     tiers: dict[str, Tier] = {RAM: memory, HBM_TIER: DeviceMemory(device)}
     if memory.disk is not None:
@@ -306,7 +324,9 @@ def _make_homes(placement: Placement, memory: HostMemory, device: torch.device) 
         place = placement.places[plan]
         # Locked pages are taken at once: all homes beside a model that is in memory already would be the model twice.
         with memory.locking_later():
-            home = Home(plan.name, plan.fields, tiers, plan.grad_dtype, place, keeps_gradients=keeps_gradients)
+            home = Home(
+                plan.name, plan.fields, tiers, plan.grad_dtype, place, keeps_gradients=keeps_gradients, rooms=rooms
+            )
         home.trainable.update((field, key in placement.trainable) for key, field in plan.parameters.items())
         homes.append(home)
     return homes

@@ -21,7 +21,7 @@ from megatrain.plan.calibrate import Measured, calibrated
 from megatrain.plan.explain import describe
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import nearest_machine
-from megatrain.plan.placement import RAM
+from megatrain.plan.placement import HBM_TIER, RAM
 from megatrain.plan.planner import Plan, Planner
 from megatrain.plan.remedies import plan
 from megatrain.plan.rows import NUM_UPDATE_SLOTS, UPDATE_SLOT_BYTES
@@ -51,7 +51,13 @@ def predict_run(engine: Engine, spec: ModelSpec, workload: Workload) -> Plan | N
     """What the engine's own placement will take, whether planned or not. None for a machine without rates."""
     placement = engine.placement
     try:
-        planner = Planner(machine_at_hand(engine.config, engine.device), spec, workload, engine.config)
+        planner = Planner(
+            machine_at_hand(engine.config, engine.device),
+            spec,
+            workload,
+            engine.config,
+            shares_device=placement.options.device_room_bytes is not None,
+        )
     except UserError:
         return None
     return planner.plan_of(
@@ -112,6 +118,8 @@ def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
         places=dict(zip(names, plan.choice.places, strict=True)),
         num_slots=plan.choice.num_slots,
         activation_bytes=activation_bytes,
+        room_bytes=plan.timeline.rooms[RAM],
+        device_room_bytes=plan.timeline.rooms.get(HBM_TIER),
         num_update_slots=NUM_UPDATE_SLOTS + max(0, spare_bytes) // UPDATE_SLOT_BYTES,
     )
 

@@ -179,8 +179,16 @@ class StreamOptions:
     activation_bytes: int | None = None
     """Boundary activations that may stay on the device. None: a share of the device memory that is left."""
 
+    room_bytes: int | None = None
+    """Host memory for inputs of layers and kept gradients together, taken at once. None: as much as the gradients, and
+    more as it is needed."""
+
+    device_room_bytes: int | None = None
+    """The same of the device, for homes whose gradients live there: inputs that stay on the device are copied into it.
+    None: they stay where they are, and each home keeps memory for its gradients."""
+
     poison: bool = False
-    """Fill a slot with NaN when it is freed, so that a stale read shows."""
+    """Fill slots and host buffers with NaN when they are freed, so that a stale read shows."""
 
     lane_delay_seconds: float = 0.0
     """Upper bound of a random pause before each piece of lane work, to provoke races."""
@@ -193,9 +201,11 @@ class StreamOptions:
         for name in ("serial", "poison"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
-        for name, least in (("num_slots", 1), ("max_drains", 1), ("activation_bytes", 0), ("num_update_slots", 1)):
+        leasts = dict.fromkeys(("num_slots", "max_drains", "num_update_slots", "device_room_bytes"), 1)
+        leasts |= dict.fromkeys(("activation_bytes", "room_bytes"), 0)
+        for name, least in leasts.items():
             value = getattr(self, name)
-            is_left_out = value is None and name in ("activation_bytes", "num_update_slots")
+            is_left_out = value is None and name not in ("num_slots", "max_drains")
             is_count = isinstance(value, int) and not isinstance(value, bool)
             if not (is_left_out or (is_count and value >= least)):
                 raise UserError(f"{name}={value!r} must be a whole number and at least {least}")

@@ -62,11 +62,16 @@ class Fence:
     @classmethod
     def on_current_stream(cls, device: torch.device) -> Fence:
         """A fence behind everything enqueued so far on the caller's stream of `device` (or on the host)."""
+        return cls.on_stream(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+    @classmethod
+    def on_stream(cls, stream: torch.cuda.Stream | None) -> Fence:
+        """A fence behind everything enqueued so far on `stream`; without one, on the host."""
         fence = cls()
         event = None
-        if device.type == "cuda":
+        if stream is not None:
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+            event.record(stream)
         fence.record(event)
         return fence
 
@@ -86,6 +91,11 @@ class Fence:
     @property
     def is_recorded(self) -> bool:
         return self._is_recorded
+
+    @property
+    def is_over(self) -> bool:
+        """The work behind the fence has ended, or failed. Does not wait."""
+        return self._is_recorded and (self._event is None or self._event.query())
 
     @property
     def error(self) -> BaseException | None:

@@ -313,13 +313,13 @@ class LayerFunction(torch.autograd.Function):
         with call.engine.visit(call.layer) as params:
             outputs = call.forward(params)
         ctx.call = call
-        # An input that gets a gradient is a boundary activation, and may go to the host; masks and such are shared.
+        # An input that gets a gradient is a boundary activation, and is stored; masks and such are shared.
         # A call whose graph is kept has its backward at once.
         keep = call.engine.activations.keep
         may_go = [needs and not call.keep_graph for needs in call.needs_grad]
         ctx.boundaries = [keep(tensor) if may else None for tensor, may in zip(tensors, may_go, strict=True)]
-        is_away = [boundary is not None and boundary.host is not None for boundary in ctx.boundaries]
-        ctx.save_for_backward(*(None if away else t for t, away in zip(tensors, is_away, strict=True)))
+        is_stored = [boundary is not None and boundary.is_stored for boundary in ctx.boundaries]
+        ctx.save_for_backward(*(None if stored else t for t, stored in zip(tensors, is_stored, strict=True)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, flows in zip(outputs, call.is_differentiable, strict=True) if not flows))
         return outputs

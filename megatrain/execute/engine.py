@@ -14,7 +14,7 @@ import math
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,10 +35,12 @@ from megatrain.execute.retry import accumulate_with_room
 from megatrain.execute.runs import Run, current_run
 from megatrain.execute.templates import compile_templates
 from megatrain.execute.transports import make_transport
+from megatrain.plan.placement import HBM_TIER, RAM
 from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement
 from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
+from megatrain.store.buffers import BufferPool
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory
 from megatrain.store.set_aside import SetAside
@@ -92,7 +94,8 @@ class Engine:
     Args:
         homes: all homes; `resident` is the one of them whose weights stay on the device (None if there is none).
         layers: the streamed layers in order of definition.
-        memory: of the host, for what is not a home: activations, slabs.
+        memory: of the host, for what is not a home.
+        rooms: for inputs of layers and gradients, by tier.
         formats: how weights and gradients are held.
         placement: where homes live; what memory was counted from.
         activation_bytes: boundary activations that may stay on the device.
@@ -105,6 +108,7 @@ class Engine:
         resident: Home | None,
         layers: list[StreamedLayer],
         memory: HostMemory,
+        rooms: Mapping[str, BufferPool],
         device: torch.device,
         formats: Formats,
         placement: Placement,
@@ -116,9 +120,10 @@ class Engine:
         self.transport = make_transport(homes, resident, layers, memory, device, placement)
         self.passes = Passes(device, self._send)
         self.activations = ActivationStore(
-            memory=memory,
             device=device,
             budget_bytes=activation_bytes,
+            buffers=rooms[RAM],
+            device_buffers=rooms.get(HBM_TIER),
             send=self.transport.send,
             bring=self.transport.bring,
         )

@@ -296,7 +296,7 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     def _queue(self, engine: Engine, home: Home, update: Callable[[], None], *, changes_weights: bool) -> None:
         # A reader that comes between sees the old fence or the new one, never a home without either.
-        home.updated = engine.transport.update(home, update)
+        home.grads.used = home.updated = engine.transport.update(home, update)
         home.version += changes_weights
         if home.is_lent:
             home.updated.wait()

@@ -134,15 +134,30 @@ class Planner:
     """The search for one machine, model, workload and config. `best` gives the plan."""
 
     def __init__(
-        self, machine: Machine, spec: ModelSpec, workload: Workload, config: Config, budgets: Budgets | None = None
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        workload: Workload,
+        config: Config,
+        budgets: Budgets | None = None,
+        *,
+        shares_device: bool = True,
     ) -> None:
+        """shares_device: as a run that is planned does (see `TimelineMaker`)."""
         _check_rates(machine, config)
         self.machine, self.spec, self.workload, self.config = machine, spec, workload, config
         self.budgets = budgets or Budgets.of(machine, config)
         keeps = config.clip == "global"
         trainable = set(spec.trainable)
         self.sizes = [part_bytes(home, trainable, config.moments, keeps_gradients=keeps) for home in spec.homes]
-        self.maker = TimelineMaker(spec, workload, self.sizes, keeps_gradients=keeps, compiled=config.compile)
+        self.maker = TimelineMaker(
+            spec,
+            workload,
+            self.sizes,
+            keeps_gradients=keeps,
+            compiled=config.compile,
+            shares_device=shares_device,
+        )
         self._layered = [index for index, home in enumerate(spec.homes) if home.layers]
 
     def best(self) -> Plan | None:

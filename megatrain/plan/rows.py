@@ -83,6 +83,12 @@ class Placement:
         return sum(self._sizes(plan)[part] for plan, place in self.places.items() if place.tiers[part] == tier)
 
     @property
+    def room_bytes(self) -> int:
+        """Host memory that inputs of layers and kept gradients share, as far as it is known before a batch is seen."""
+        known = self.options.room_bytes
+        return self.part_bytes("gradients", RAM) if known is None else known
+
+    @property
     def update_bytes(self) -> int:
         """Device memory for updates there: gradients on their way where none is kept, staging of streamed states."""
         ring_bytes = self.ring_bytes(self.on_device) if self.config.clip == "layer" else 0

@@ -2,8 +2,9 @@
 
 Two things move: inputs of layers pile up over the forward and are used up over the backward; gradients, where they
 are kept for the exact norm, pile up over the backward and are used up by the updates, ahead of the next forward's
-visits. So neither need be whole beside the other, and the peak of their sum is what counts, not the sum of their
-peaks.
+visits. In memory they share one room (`store/buffers.py`), so neither need be whole beside the other, and the peak of
+their sum is what counts, not the sum of their peaks. On disk, and on the device of a run that was not planned, each
+home keeps its slab from step to step, and gradients count whole at every moment.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ PROCESS_BYTES = int(1.7 * GB)
 CONTEXT_BYTES = GIB // 2
 """Device memory of the CUDA context: measured."""
 
-GRADIENTS_SHARE_ROOM = False
-"""Whether the engine gives the room of gradients that are used up to activations. Today each home keeps its slab from
-step to step, so gradients count whole at every moment."""
+ROOM_SLACK = 0.01
+"""Of the room for inputs and gradients, for what does not fit end to end: pages, and inputs freed in another
+order than they came."""
 
 INPUTS_ON_THEIR_WAY = 6
 """Layer inputs of a micro-batch that are on the device though their home is the host: brought back ahead of their use
@@ -54,6 +55,9 @@ class Timeline:
     def peak(self, tier: str) -> int:
         return max(self.total(tier))
 
+    rooms: Mapping[str, int]
+    """Bytes that inputs of layers and kept gradients share, by tier; part of the other two."""
+
     def rows(self) -> list[Row]:
         """What each tier holds at the moment of its peak. They add up to `peak`."""
         rows = []
@@ -73,7 +77,7 @@ class TimelineMaker:
 
     Args:
         sizes: for each home its bytes by part.
-        share_room: gradients that are used up leave their room to activations.
+        shares_device: gradients on the device share their room with inputs there.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class TimelineMaker:
         *,
         keeps_gradients: bool,
         compiled: bool,
-        share_room: bool = GRADIENTS_SHARE_ROOM,
+        shares_device: bool = True,
     ) -> None:
         self._spec, self._workload, self._sizes = spec, workload, sizes
-        self._keeps_gradients, self._compiled, self._share_room = keeps_gradients, compiled, share_room
+        self._keeps_gradients, self._compiled = keeps_gradients, compiled
+        self._sharing = (RAM, HBM_TIER) if shares_device else (RAM,)
         self._numels = [sum(field.numel for field in home.fields) for home in spec.homes]
         self._packets = [home.grad_dtype.itemsize * n for home, n in zip(spec.homes, self._numels, strict=True)]
         self._blocks = {layer.home for layer in spec.layers if layer.kind == "block"}
@@ -130,15 +135,25 @@ class TimelineMaker:
         budget = choice.activation_bytes
         working = self._working_curve(choice.rows)
         returning = self.returning_bytes(choice.rows)
-        on_device = [num_bytes if num_bytes <= budget else budget + returning for num_bytes in self._inputs]
+        stay = [min(num_bytes, budget) for num_bytes in self._inputs]
+        go = [num_bytes - kept for num_bytes, kept in zip(self._inputs, stay, strict=True)]
+        on_device = [kept + (returning if gone else 0) for kept, gone in zip(stay, go, strict=True)]
         moving: dict[tuple[str, str], Sequence[int]] = {
             (HBM_TIER, "activations"): [a + b for a, b in zip(on_device, working, strict=True)],
-            (RAM, "activations"): [max(0, num_bytes - budget) for num_bytes in self._inputs],
+            (RAM, "activations"): go,
         }
         if self._keeps_gradients:
             for tier in TIERS:
                 moving[tier, "gradients"] = self._gradient_curve(choice, tier)
-        return Timeline(fixed=fixed, moving=moving)
+        rooms = {RAM: _most(go, moving.get((RAM, "gradients")))}
+        if max(moving.get((HBM_TIER, "gradients"), [0])) and HBM_TIER in self._sharing:
+            rooms[HBM_TIER] = _most(stay, moving[HBM_TIER, "gradients"])
+            # They are copied into the room one by one, while a layer's are there as the layer before made them.
+            fixed[HBM_TIER, "buffers"] += self._layer_input_bytes
+        for tier, num_bytes in rooms.items():
+            fixed[tier, "buffers"] += int(ROOM_SLACK * num_bytes)
+            rooms[tier] += int(ROOM_SLACK * num_bytes)
+        return Timeline(fixed=fixed, moving=moving, rooms=rooms)
 
     def working_bytes(self, rows: int) -> int:
         """Device memory of the largest layer at work."""
@@ -146,11 +161,15 @@ class TimelineMaker:
 
     # What moves.
 
+    @property
+    def _layer_input_bytes(self) -> int:
+        """Inputs of one layer, of all micro-batches."""
+        return self._workload.num_tokens * self._spec.hidden_size * compute_bytes(self._spec)
+
     def _input_curve(self) -> list[int]:
-        layers, tokens = self._spec.layers, self._workload.num_tokens
-        each = tokens * self._spec.hidden_size * compute_bytes(self._spec)
         # Token ids are all that an embedding needs again.
-        kept = list(itertools.accumulate(each * (layer.kind != "embedding") for layer in layers))
+        sizes = (self._layer_input_bytes * (layer.kind != "embedding") for layer in self._spec.layers)
+        kept = list(itertools.accumulate(sizes))
         return [*kept, *reversed(kept)]
 
     def _gradient_moments(self) -> list[tuple[int, int]]:
@@ -174,7 +193,7 @@ class TimelineMaker:
             if place.gradients != tier:
                 continue
             steps[0] += sizes["gradients"]
-            if self._share_room:
+            if tier in self._sharing:
                 steps[until] -= sizes["gradients"]
                 steps[since] += sizes["gradients"]
         return list(itertools.accumulate(steps))[:num_moments]
@@ -220,3 +239,7 @@ class TimelineMaker:
             return 0
         sizes = [n for n, place in zip(self._packets, choice.places, strict=True) if place.gradients == tier]
         return (MAX_DRAINS + 1) * max(sizes, default=0)
+
+
+def _most(inputs: Sequence[int], gradients: Sequence[int] | None) -> int:
+    return max(map(sum, zip(inputs, gradients or [0] * len(inputs), strict=True)))

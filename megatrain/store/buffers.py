@@ -1,21 +1,37 @@
-"""Host buffers of varied sizes that are used again and again, such as those of activations.
+"""Room in memory, of the host or of the device, that is used again and again: for inputs of layers that wait for the
+backward, and for gradients that wait for their update.
 
-What was needed most at one time is kept, in chunks of which buffers are cut. At first a chunk is made for each buffer.
-Sizes that vary do not fit between what is in use, though there were room in all: that takes more chunks. When those
-come to a quarter of all, one chunk takes the place of all, as large as what was needed most; but not before none is in
-use, so between two steps. From then on only what needs more than ever before takes memory, which costs 0.05-0.1 s/GiB
-where it is page-locked.
-Rule: free chunks make room for new ones, so that beside what is needed most the pool holds only the gaps between.
+The two share it. Over a forward inputs pile up and gradients of the step before are used up; over the backward it is
+the other way round. Both do so like a stack, the last in first out, and grow from the two ends of one chunk: so there
+are no gaps, and the chunk need be no larger than the most that both ever take together.
+
+What is planned is the first chunk. Beyond it a chunk is made for each buffer. Sizes that vary do not fit between what
+is in use, though there were room in all: that takes more chunks. The first time, and later when those come to a quarter
+of all, one chunk takes the place of all, as large as what was needed most; but not before none is in use. From then on
+only what needs more than ever before takes memory, which costs 0.05-0.1 s/GiB where it is page-locked.
+
+Rules: free chunks make room for new ones, so that beside what is needed most the pool holds only the gaps between. A
+buffer is cut again only behind whatever used it; where that is what is lacking, whoever takes one waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megatrain.store.memory import HostMemory
+from megatrain.base.fence import Fence
+from megatrain.base.units import format_bytes
+from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.store.tier import PAGE_BYTES, round_up
+
+logger = logging.getLogger("megatrain")
 
 MAX_GAP_SHARE = 0.25
 
@@ -26,12 +42,15 @@ class _Chunk:
     free: list[tuple[int, int]]
     """Ranges (start, stop) in order; none touches another."""
 
-    is_lost: bool = False
-    """A buffer of it was discarded: nothing more is cut of it."""
-
     @property
     def is_free(self) -> bool:
         return self.free == [(0, self.memory.numel())]
+
+    def cut(self, start: int, stop: int) -> None:
+        """Out of one free range."""
+        index = next(index for index, (first, last) in enumerate(self.free) if first <= start and stop <= last)
+        first, last = self.free[index]
+        self.free[index : index + 1] = [(a, b) for a, b in ((first, start), (stop, last)) if a < b]
 
     def give_back(self, start: int, stop: int) -> None:
         merged: list[tuple[int, int]] = []
@@ -42,76 +61,180 @@ class _Chunk:
         self.free = merged
 
 
-class BufferPool:
-    """Page-locked buffers out of `memory`, which accounts for them."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Returned:
+    """A buffer on its way back."""
 
-    def __init__(self, memory: HostMemory) -> None:
-        self.used_bytes = 0
+    buffer: torch.Tensor
+    behind: Fence
+    is_held: Callable[[], bool] | None
+    keeps: Any
+    """Whatever must live as long as the buffer is in use."""
+
+    @property
+    def can_be_waited_for(self) -> bool:
+        return self.is_held is None or not self.is_held()
+
+    @property
+    def is_over(self) -> bool:
+        return self.behind.is_over and self.can_be_waited_for
+
+
+class BufferPool:
+    """Buffers out of `memory`, page-locked where it is the host's. Any thread may take and give back.
+
+    On a device, too, a buffer is cut again only when the host knows that what used it is over: so whoever takes it may
+    use it on any stream.
+
+    Args:
+        first_bytes: of the first chunk, if there is as much memory.
+        is_planned: more than that was not planned for, and a warning says so.
+        poison: fill what comes back with NaN, so that a stale read shows.
+    """
+
+    def __init__(
+        self, memory: HostMemory | DeviceMemory, *, first_bytes: int = 0, is_planned: bool = False, poison: bool = False
+    ) -> None:
         self.peak_bytes = 0
         self.memory = memory
+        self._first_bytes = round_up(first_bytes, PAGE_BYTES)
+        self._warns = is_planned
+        self._poison = poison
+        self._used_bytes = 0
         self._chunks: list[_Chunk] = []
         self._taken: dict[int, tuple[_Chunk, int, int]] = {}
         """Address of a buffer -> its chunk, start and stop."""
+        # Outside the lock: the garbage collector may give back in the middle of anything.
+        self._inbox: deque[_Returned] = deque()
+        self._returned: list[_Returned] = []
         self._gap_bytes = 0
         """Of chunks that were made while others had room, since there was one chunk."""
+        self._gap_share = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Those on their way back, which something still uses, count."""
+        with self._lock:
+            self._collect()
+            return self._used_bytes
 
     @property
     def total_bytes(self) -> int:
         return sum(chunk.memory.numel() for chunk in self._chunks)
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def reserve(self) -> None:
+        """Take the first chunk now."""
+        with self._lock:
+            if not self._chunks:
+                self._grow(self._first_bytes)
+
+    def take_if_there(self, num_bytes: int) -> torch.Tensor | None:
+        """As `take`, but None where that would take more memory."""
+        num_bytes = round_up(num_bytes, PAGE_BYTES)
+        return self._take(num_bytes, at_end=False, may_grow=False)
+
+    def take(self, num_bytes: int, *, at_end: bool = False) -> torch.Tensor:
         """A flat uint8 buffer of `num_bytes` (1 or more) in whole pages, with any content.
 
-        Raises UserError when more memory is needed and there is none.
+        Args:
+            at_end: cut it from the upper end of the room: for what comes when the others go.
+
+        Raises UserError (of a device: torch.OutOfMemoryError) when more memory is needed and there is none.
         """
-        num_bytes = round_up(num_bytes, PAGE_BYTES)
-        if self.used_bytes == 0 and self._gap_bytes >= self.peak_bytes * MAX_GAP_SHARE:
-            self._unite(num_bytes)
-        chunk, start = self._find(num_bytes) or (self._grow(num_bytes), 0)
-        stop = start + num_bytes
-        index = next(index for index, (first, _) in enumerate(chunk.free) if first == start)
-        last = chunk.free[index][1]
-        chunk.free[index : index + 1] = [(stop, last)] if stop < last else []
-        buffer = chunk.memory[start:stop]
-        self._taken[buffer.data_ptr()] = chunk, start, stop
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        buffer = self._take(round_up(num_bytes, PAGE_BYTES), at_end=at_end, may_grow=True)
+        assert buffer is not None
         return buffer
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """A buffer from `take` that nothing reads or writes any more."""
-        chunk, start, stop = self._forget(buffer)
-        chunk.give_back(start, stop)
+    def _take(self, num_bytes: int, *, at_end: bool, may_grow: bool) -> torch.Tensor | None:
+        while True:
+            with self._lock:
+                buffer, awaited = self._try_to_take(num_bytes, at_end, may_grow)
+            if buffer is not None or awaited is None:
+                return buffer
+            with contextlib.suppress(Exception):  # is told to whoever needs what it was for
+                awaited.wait()
 
-    def discard(self, buffer: torch.Tensor) -> None:
-        """A buffer from `take` that must not be used again."""
-        chunk, _, _ = self._forget(buffer)
-        chunk.is_lost = True
-        self._chunks = [other for other in self._chunks if other is not chunk]
+    def give_back(
+        self,
+        buffer: torch.Tensor,
+        behind: Fence | None = None,
+        *,
+        is_held: Callable[[], bool] | None = None,
+        keeps: Any = None,
+    ) -> None:
+        """A buffer from `take`.
 
-    def _forget(self, buffer: torch.Tensor) -> tuple[_Chunk, int, int]:
-        chunk, start, stop = self._taken.pop(buffer.data_ptr())
-        self.used_bytes -= stop - start
-        return chunk, start, stop
+        Args:
+            behind: what reads or writes it last; None: nothing does any more.
+            is_held: whether somebody still holds a view of it, for as long as they like.
+            keeps: whatever must live until then.
+        """
+        self._inbox.append(_Returned(buffer=buffer, behind=behind or Fence.done(), is_held=is_held, keeps=keeps))
 
-    def _find(self, num_bytes: int) -> tuple[_Chunk, int] | None:
-        """Where the smallest free range begins that is large enough."""
-        ranges = [
-            (last - first, number, first)
-            for number, chunk in enumerate(self._chunks)
-            for first, last in chunk.free
-            if last - first >= num_bytes
-        ]
-        if not ranges:
-            return None
-        _, number, start = min(ranges)
-        return self._chunks[number], start
+    def _try_to_take(self, num_bytes: int, at_end: bool, may_grow: bool) -> tuple[torch.Tensor | None, Fence | None]:
+        """A buffer, or what to wait for before the next try, or neither."""
+        self._collect()
+        awaited = next((one.behind for one in self._returned if one.can_be_waited_for), None)
+        if self._gap_bytes > self.peak_bytes * self._gap_share:
+            if self._used_bytes == 0:
+                self._unite(num_bytes)
+            elif awaited is not None and len(self._returned) == len(self._taken):
+                return None, awaited
+        place = self._find(num_bytes, at_end)
+        if place is None and (awaited is not None or not may_grow):
+            return None, awaited
+        chunk, first, last = place or self._grow(num_bytes)
+        start = last - num_bytes if at_end else first
+        stop = start + num_bytes
+        chunk.cut(start, stop)
+        buffer = chunk.memory[start:stop]
+        self._taken[buffer.data_ptr()] = chunk, start, stop
+        self._used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        return buffer, None
 
-    def _grow(self, num_bytes: int) -> _Chunk:
+    def _collect(self) -> None:
+        while self._inbox:
+            self._returned.append(self._inbox.popleft())
+        over = [one for one in self._returned if one.is_over]
+        self._returned = [one for one in self._returned if one not in over]
+        for one in over:
+            if one.behind.error is not None:
+                _let_copies_end()
+            chunk, start, stop = self._taken.pop(one.buffer.data_ptr())
+            if self._poison:
+                one.buffer.fill_(0xFF)
+                _let_copies_end()  # also of the poison
+            chunk.give_back(start, stop)
+            self._used_bytes -= stop - start
+
+    def _find(self, num_bytes: int, at_end: bool) -> tuple[_Chunk, int, int] | None:
+        """The lowest free range that is large enough, or the uppermost."""
+        for chunk in self._chunks:
+            for first, last in reversed(chunk.free) if at_end else chunk.free:
+                if last - first >= num_bytes:
+                    return chunk, first, last
+        return None
+
+    def _grow(self, num_bytes: int) -> tuple[_Chunk, int, int]:
         """A new chunk, in place of free ones that are too small as far as the pool would hold more than ever."""
-        most_bytes = max(self.peak_bytes, self.used_bytes + num_bytes)
-        if self.total_bytes > self.used_bytes:
+        if not self._chunks:
+            # Without that much memory what is over goes elsewhere, buffer by buffer.
+            first_bytes = min(self._first_bytes, self.memory.free_bytes() // PAGE_BYTES * PAGE_BYTES)
+            return self._add(max(num_bytes, first_bytes))
+        most_bytes = max(self._first_bytes, self.peak_bytes, self._used_bytes + num_bytes)
+        if self.total_bytes > self._used_bytes:
             self._gap_bytes += num_bytes
+        if self._warns:
+            self._warns = False
+            logger.warning(
+                "inputs of layers and gradients need more than the %s of %s memory that were planned for them: "
+                "batches are longer than the workload says, or gradients are kept beyond their step (call "
+                "optimizer.zero_grad() between step() and the next forward)",
+                format_bytes(self._first_bytes),
+                "host" if self.memory.device.type == "cpu" else "device",
+            )
         while self.total_bytes + num_bytes > most_bytes and any(chunk.is_free for chunk in self._chunks):
             # No name here may hold it: its memory goes before there is more.
             del self._chunks[next(index for index, chunk in enumerate(self._chunks) if chunk.is_free)]
@@ -120,10 +243,17 @@ class BufferPool:
     def _unite(self, num_bytes: int) -> None:
         """One chunk instead of all, of which nothing is in use."""
         self._chunks.clear()
-        self._gap_bytes = 0
-        self._add(max(self.peak_bytes, num_bytes))
+        self._gap_bytes, self._gap_share = 0, MAX_GAP_SHARE
+        self._add(max(self._first_bytes, self.peak_bytes, num_bytes))
 
-    def _add(self, num_bytes: int) -> _Chunk:
+    def _add(self, num_bytes: int) -> tuple[_Chunk, int, int]:
         chunk = _Chunk(self.memory.empty(num_bytes, pinned=True), [(0, num_bytes)])
         self._chunks.append(chunk)
-        return chunk
+        return chunk, 0, num_bytes
+
+
+def _let_copies_end() -> None:
+    """A failed fence says nothing of a copy that was enqueued before the failure."""
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()

@@ -1,8 +1,9 @@
 """Gradients of one home, from their drain until `zero_grad` or until their update has used them up.
 
-They lie where the home does: in host memory, or on the device. One backward pass fills a slab of exact size, reused
-from step to step. A second pass before `zero_grad` (a plain loop with several `backward` calls) adds to an fp32 total;
-that costs 4 bytes a parameter more and happens only then.
+They lie where the home does: in host memory, or on the device. One backward pass fills a slab of exact size. In host
+memory, and on the device where that was planned, it is cut from the room that inputs of layers share, and leaves it to
+them once the update has read it; elsewhere it stays for the next pass. A second pass before `zero_grad` (a plain loop
+with several `backward` calls) adds to an fp32 total; that costs 4 bytes a parameter more and happens only then.
 Clipping leaves a factor behind, which the update multiplies in; whoever looks at a gradient before gets an fp32 copy
 with the factor in it. What is written into the copy is taken over; where nothing was, the gradient is what it was.
 
@@ -13,12 +14,14 @@ result.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
+from megatrain.store.buffers import BufferPool
 from megatrain.store.lending import Lending
 from megatrain.store.tier import Tier
 
@@ -28,23 +31,30 @@ class HomeGradients:
     Args:
         is_kept: until they are dropped. Else they are their update's alone, which uses them up, perhaps at this moment:
             there is nothing to drop.
+        room: where slabs are cut from; None: from `memory`, to stay.
     """
 
-    def __init__(self, memory: Tier, dtype: torch.dtype, *, is_kept: bool = True) -> None:
+    def __init__(
+        self, memory: Tier, dtype: torch.dtype, *, is_kept: bool = True, room: BufferPool | None = None
+    ) -> None:
         self.dtype = dtype
         self.is_kept = is_kept
         self.arrived = Fence.done()
+        self.used = Fence.done()
+        """Behind it the last update has read them."""
         self.layout: GradientLayout | None = None
         self.touched: frozenset[Field] = frozenset()
         self.arrived_norm = 0.0
         """L2 norm of all that the last pass brought, also after it was used up."""
 
-        self._memory = memory
+        self._memory, self._room = memory, room
         self._factors: dict[Field, float] = {}
         self._norms: dict[Field, float] = {}
         self._watched: dict[Field, float] = {}
         """Norms of gradients that were lent, as taken then: one that has another norm now was written."""
         self._slab = torch.empty(0, dtype=dtype)
+        self._cut: torch.Tensor | None = None
+        """What the slab is of the room."""
         self._total: torch.Tensor | None = None
         self._apart: dict[Field, torch.Tensor] = {}
         """Gradients in a tensor of their own: somebody holds the memory of the one before, or wrote into a copy."""
@@ -58,16 +68,16 @@ class HomeGradients:
         return sum(tensor.nbytes for tensor in (self._slab, *others))
 
     def clear(self) -> None:
-        """`zero_grad`: nothing is here any more. The slab stays for the next pass, unless somebody still holds a view
-        of it: theirs must not change."""
+        """`zero_grad`: nothing is here any more. The slab is for others, or the next pass, but not as long as somebody
+        still holds a view of it: theirs must not change."""
         if not self.is_kept:
             return
         self.arrived.wait()
         self._forget_all()
         self._total = None
-        if self.is_lent:
-            self._slab = torch.empty(0, dtype=self.dtype)
-        self._lendings.clear()
+        if self._cut is not None or self.is_lent:
+            self._leave_slab()
+        self._lendings = {}
 
     @property
     def device(self) -> torch.device:
@@ -85,9 +95,16 @@ class HomeGradients:
         self._slab = torch.empty(0, dtype=self.dtype)
 
     def slab(self, layout: GradientLayout) -> torch.Tensor:
-        """Where the drain writes a pass (flat, `layout.numel` elements of `dtype`), zeroed at first use."""
+        """Where the drain writes a pass (flat, `layout.numel` elements of `dtype`), with any content."""
         if self._slab.numel() != layout.numel:
-            self._slab = self._memory.empty(layout.numel * self.dtype.itemsize, pinned=True).view(self.dtype)
+            self._leave_slab()
+            num_bytes = layout.numel * self.dtype.itemsize
+            if self._room is None:
+                slab = self._memory.empty(num_bytes, pinned=True)
+            else:
+                self._cut = self._room.take(num_bytes, at_end=True)
+                slab = self._cut[:num_bytes]
+            self._slab = slab.view(self.dtype)
         return self._slab
 
     def is_holding(self) -> bool:
@@ -169,7 +186,7 @@ class HomeGradients:
     @property
     def is_lent(self) -> bool:
         """Somebody still holds what `lend` returned, and may change it at any time."""
-        return any(map(self._is_out, self._lendings))
+        return _is_any_out(self._lendings)
 
     def norms(self) -> dict[Field, float]:
         """L2 norm of each gradient without `factor`. Taken during the drain, or now where that has changed."""
@@ -224,6 +241,17 @@ class HomeGradients:
             self._apart[field] = fresh
         self.touched = self.touched | {field}
 
+    def _leave_slab(self) -> None:
+        if self._cut is not None:
+            assert self._room is not None
+            lendings = self._lendings
+            is_held = (lambda: _is_any_out(lendings)) if _is_any_out(lendings) else None
+            if lendings and self.device.type == "cuda":
+                Fence.on_current_stream(self.device).wait()  # what reads those that were dropped
+            self._room.give_back(self._cut, behind=self.used, is_held=is_held)
+            self._cut = None
+        self._slab = torch.empty(0, dtype=self.dtype)
+
     def _view(self, field: Field) -> torch.Tensor:
         # The drain lane itself comes here without waiting: `arrived` is its own fence.
         if field in self._apart:
@@ -277,6 +305,10 @@ class HomeGradients:
         self.touched = frozenset()
         for of_fields in (self._apart, self._scaled, self._factors, self._norms, self._watched):
             of_fields.clear()
+
+
+def _is_any_out(lendings: Mapping[Field, Lending]) -> bool:
+    return any(lending.is_any_out for lending in lendings.values())
 
 
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:

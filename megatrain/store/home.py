@@ -14,6 +14,7 @@ import torch
 from megatrain.base.fence import Fence
 from megatrain.plan.placement import CPU, DISK_TIER, Place
 from megatrain.spec.layout import Field, GradientLayout, padded, view_field, wire_bytes
+from megatrain.store.buffers import BufferPool
 from megatrain.store.gradients import HomeGradients
 from megatrain.store.lending import Lending
 from megatrain.store.masters import join, split_
@@ -30,6 +31,7 @@ class Home:
         grad_dtype: dtype of gradients on the wire.
         place: tiers of its parts, and where it is updated.
         keeps_gradients: until `zero_grad`; else their update uses them up.
+        rooms: of gradients that are kept, by tier; where there is none each home keeps its own memory for them.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Home:
         place: Place = CPU,
         *,
         keeps_gradients: bool = True,
+        rooms: Mapping[str, BufferPool] | None = None,
     ) -> None:
         self.name = name
         self.fields = fields
@@ -52,7 +55,8 @@ class Home:
         self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged).view(torch.int16)
         self.updated = Fence.done()
         self.version = 0
-        self.grads = HomeGradients(tiers[place.gradients], grad_dtype, is_kept=keeps_gradients)
+        room = (rooms or {}).get(place.gradients) if keeps_gradients else None
+        self.grads = HomeGradients(tiers[place.gradients], grad_dtype, is_kept=keeps_gradients, room=room)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lending = Lending()

@@ -163,9 +163,17 @@ class DeviceMemory:
         """Nothing: no one reads ahead in memory."""
 
     def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """A zeroed uint8 tensor of exactly `num_bytes`."""
+        """A zeroed uint8 tensor of exactly `num_bytes`. Raises torch.OutOfMemoryError."""
         del pinned
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def free_bytes(self) -> int:
+        """What may still be taken: free, or kept by PyTorch's allocator for what comes."""
+        if self.device.type != "cuda":
+            return free_host_bytes()
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        kept_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free_bytes + kept_bytes
 
 
 def _unlock(pointer: int) -> None:

@@ -1,15 +1,16 @@
 """Boundary activations: the inputs of layers, which the backward recomputes from.
 
-They stay on the device within a budget; what comes later in the forward goes to page-locked host memory and comes back
-ahead of its use. The backward takes them in the reverse order of the forward, so that is the order of prefetch.
+They stay on the device within a budget, in the room that gradients share where there is one, else where they are; what
+comes later in the forward goes to page-locked host memory and comes back ahead of its use. The backward takes them in
+the reverse order of the forward, so that is the order of prefetch.
 A tensor that several layers take (the states of an encoder) is counted and sent once.
 Rule: which tensors go depends on the budget, no result does: they come back with the strides that they had.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +20,6 @@ from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import span
 from megatrain.store.buffers import BufferPool
-from megatrain.store.memory import HostMemory
 
 # Smaller tensors cost more in bookkeeping than they free.
 MIN_BYTES = 1 << 16
@@ -37,14 +37,25 @@ class _Kept:
         self._counter.data = tensor.new_empty(0)
         self.num_boundaries = 0
         self.buffer: torch.Tensor | None = None
-        self.host: torch.Tensor | None = None
+        self.stored: torch.Tensor | None = None
+        """The copy, viewing the buffer."""
+        self.is_away = False
+        """On the host."""
+        self.stream: torch.cuda.Stream | None = None
+        """What uses a copy on the device."""
         self.device: torch.Tensor | None = None
+        """What came back from the host."""
         self.arrived = Fence.done()
 
     @property
     def has_changed(self) -> bool:
         """Whether the tensor was changed in place since."""
         return self._counter._version != self.version
+
+    def lie_in(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        self.buffer = buffer
+        self.stored = buffer[: self.num_bytes].view(like.dtype).as_strided(like.shape, like.stride())
+        return self.stored
 
 
 class Boundary:
@@ -57,9 +68,9 @@ class Boundary:
         self._is_live = True
 
     @property
-    def host(self) -> torch.Tensor | None:
-        """The tensor on the host, viewing a buffer; None while it stays on the device."""
-        return self.kept.host
+    def is_stored(self) -> bool:
+        """There is a copy of the tensor: nobody else need keep it."""
+        return self.kept.stored is not None
 
     def release(self) -> None:
         if self._is_live:
@@ -67,13 +78,16 @@ class Boundary:
             self._store.forget(self)
 
     def __del__(self) -> None:
-        self.release()
+        if not sys.is_finalizing():
+            self.release()
 
 
 class ActivationStore:
     """
     Args:
         budget_bytes: what may stay on the device.
+        buffers: where the others go.
+        device_buffers: where those go that stay, as far as there is room; None: they stay where they are.
         send: (device tensor, host tensor) -> fence behind the copy to the host.
         bring: (host tensor, device tensor, fence behind `send`) -> fence behind the copy to the device.
     """
@@ -81,9 +95,10 @@ class ActivationStore:
     def __init__(
         self,
         *,
-        memory: HostMemory,
         device: torch.device,
         budget_bytes: int,
+        buffers: BufferPool,
+        device_buffers: BufferPool | None = None,
         send: Callable[[torch.Tensor, torch.Tensor], Fence],
         bring: Callable[[torch.Tensor, torch.Tensor, Fence], Fence],
     ) -> None:
@@ -91,24 +106,23 @@ class ActivationStore:
         self.kept_bytes = 0
         self.num_offloaded = 0
         self.offloaded_bytes = 0
-        self.buffers = BufferPool(memory)
+        self.buffers, self.device_buffers = buffers, device_buffers
         self._device = device
         self._send, self._bring = send, bring
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Weak: a graph that is dropped without a backward gives its buffers back.
         self._away: weakref.WeakKeyDictionary[Boundary, None] = weakref.WeakKeyDictionary()
-        # Boundaries may be dropped at any moment, also by the garbage collector in the middle of a method here.
-        self._returned: deque[_Kept] = deque()
 
     def keep(self, tensor: torch.Tensor) -> Boundary | None:
-        """Take charge of `tensor`. None: it was not worth it. The caller keeps the tensor itself if `host` is None."""
+        """Take charge of `tensor`. None: it was not worth it. The caller keeps the tensor itself if it is not
+        `is_stored`."""
         if tensor.numel() * tensor.element_size() < MIN_BYTES:
             return None
         kept = self._kept.get(tensor)
         if kept is None or kept.num_boundaries == 0 or kept.has_changed:
             kept = self._kept[tensor] = self._keep(tensor)
         boundary = Boundary(self, kept)
-        if kept.host is not None:
+        if kept.is_away:
             self._away[boundary] = None
         return boundary
 
@@ -122,6 +136,10 @@ class ActivationStore:
             raise UserError(
                 "the model changes a layer's input in place after the layer has run: write x = x + y for x += y"
             )
+        if not kept.is_away:
+            assert kept.stored is not None
+            # A copy: whoever holds on to it beyond the backward must not see what comes into the buffer then.
+            return _empty_like(kept.stored, self._device).copy_(kept.stored)
         self._fetch(kept)
         tensor, kept.device = kept.device, None
         assert tensor is not None
@@ -132,15 +150,20 @@ class ActivationStore:
         return tensor
 
     def forget(self, boundary: Boundary) -> None:
+        """At any moment: boundaries are dropped by the garbage collector too, in the middle of a method here."""
         self._away.pop(boundary, None)
         kept = boundary.kept
         kept.num_boundaries -= 1
         if kept.num_boundaries > 0:
             return
-        if kept.host is None:
+        if not kept.is_away:
             self.kept_bytes -= kept.num_bytes
+            if kept.buffer is not None and self.device_buffers is not None:
+                self.device_buffers.give_back(kept.buffer, behind=Fence.on_stream(kept.stream))
         else:
-            self._returned.append(kept)
+            assert kept.buffer is not None
+            # A copy that is on its way back to the device must not go into memory that others have by then.
+            self.buffers.give_back(kept.buffer, behind=kept.arrived, keeps=kept.device)
 
     def _keep(self, tensor: torch.Tensor) -> _Kept:
         num_elements = span(tensor)
@@ -150,30 +173,17 @@ class ActivationStore:
         # Elements that share memory (an expanded tensor) would not come back as what they were.
         if num_elements is None or self.kept_bytes + kept.num_bytes <= self.budget_bytes:
             self.kept_bytes += kept.num_bytes
+            if self.device_buffers is not None and num_elements is not None:
+                buffer = self.device_buffers.take_if_there(kept.num_bytes)
+                if buffer is not None:
+                    kept.stream = torch.cuda.current_stream(self._device) if tensor.is_cuda else None
+                    kept.lie_in(buffer, tensor).copy_(tensor)
             return kept
-        self._collect()
-        kept.buffer = self.buffers.take(kept.num_bytes)
-        flat = kept.buffer[: kept.num_bytes].view(tensor.dtype)
-        kept.host = flat.as_strided(tensor.shape, tensor.stride())
-        kept.arrived = self._send(tensor, kept.host)
+        kept.is_away = True
+        kept.arrived = self._send(tensor, kept.lie_in(self.buffers.take(kept.num_bytes), tensor))
         self.num_offloaded += 1
         self.offloaded_bytes += kept.num_bytes
         return kept
-
-    def _collect(self) -> None:
-        """Take back the buffers of activations that were used up, each behind its last copy."""
-        while self._returned:
-            kept = self._returned.popleft()
-            buffer, kept.buffer, kept.host = kept.buffer, None, None
-            assert buffer is not None
-            try:
-                kept.arrived.wait()
-            except Exception:  # was told to whoever took the activation; a dropped one concerns nobody
-                self.buffers.discard(buffer)
-            else:
-                self.buffers.give_back(buffer)
-            # Not before: a copy that was on its way back to the device would go into memory that others have.
-            kept.device = None
 
     def _earlier(self, boundary: Boundary) -> Sequence[Boundary]:
         away = list(self._away)
@@ -182,7 +192,11 @@ class ActivationStore:
 
     def _fetch(self, kept: _Kept) -> None:
         if kept.device is None:
-            assert kept.host is not None
-            shape, stride = kept.host.shape, kept.host.stride()
-            kept.device = torch.empty_strided(shape, stride, dtype=kept.host.dtype, device=self._device)
-            kept.arrived = self._bring(kept.host, kept.device, kept.arrived)
+            assert kept.stored is not None
+            kept.device = _empty_like(kept.stored, self._device)
+            kept.arrived = self._bring(kept.stored, kept.device, kept.arrived)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """With its strides, whatever gaps they leave."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
