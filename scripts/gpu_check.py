@@ -54,9 +54,9 @@ FIGURES = {
     "14B-24GB-8bit": ["--model", "14B", "--batch", "64", "--micro-batch", "2", "--max-vram-gb", "24",
                       "--moments", "8bit", "--planned", "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
     "32B-8bit-layer": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--clip", "layer",
-                       "--planned", "--steps", "3"],
+                       "--planned", "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
     "32B-8bit": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--planned",
-                 "--offload-dir", OFFLOAD_DIR],
+                 "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
     "7B-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments-on-disk",
                 "4", "--offload-dir", OFFLOAD_DIR],
     "7B-4bit-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments",
@@ -185,7 +185,8 @@ def check_places(precision: str, **settings: Any) -> str:
 
 
 def check_activations() -> str:
-    """Boundary activations on the host, large and without delays, so that their memory is reused at once."""
+    """Boundary activations on the host, or in one room with gradients on the device, large and without delays, so that
+    their memory is reused at once."""
 
     def wide() -> torch.nn.Module:
         return LlamaForCausalLM(
@@ -195,7 +196,14 @@ def check_activations() -> str:
 
     data = batches(1000, (700, 800, 900, 800))
     states = []
-    for options in (StreamOptions(serial=True), *(StreamOptions(activation_bytes=n) for n in (0, 2**26))):
+    on_device = {f"model.layers.{n}": "hbm" for n in range(6)}
+    for options in (
+        StreamOptions(serial=True),
+        StreamOptions(activation_bytes=0),
+        StreamOptions(activation_bytes=2**26),
+        StreamOptions(activation_bytes=2**26, places=on_device, room_bytes=2**28, device_room_bytes=2**28),
+        StreamOptions(activation_bytes=2**25, places=on_device, room_bytes=2**28, device_room_bytes=2**27, poison=True),
+    ):
         states.append(trained(wide, "bf16", options, data=data))
     truth, *others = states
     different = [name for state in others for name in truth if not torch.equal(truth[name], state[name])]
@@ -224,7 +232,7 @@ def run_correctness() -> bool:
         "twin llama fp32": lambda: check_twin(llama, "fp32"),
         "twin llama bf16 dropout": lambda: check_twin(lambda: llama(0.1), "bf16"),
         "twin mixtral bf16": lambda: check_twin(mixtral, "bf16"),
-        "activations on the host": check_activations,
+        "activations and gradients in one room": check_activations,
         "places fp32": lambda: check_places("fp32"),
         "places split": lambda: check_places("bf16"),
         "places bf16 master, 4bit": lambda: check_places("bf16", master="bf16", optimizer_compression="4bit"),
@@ -280,7 +288,8 @@ def run_flat() -> bool:
     torch.manual_seed(0)
     model = llama()
     mt.init(precision="bf16", hbm_home_gb=0)
-    stream(model, options=StreamOptions(activation_bytes=2**21))
+    places = {f"model.layers.{n}": "hbm" for n in range(2)}
+    stream(model, options=StreamOptions(activation_bytes=2**22, places=places, device_room_bytes=2**23))
     engine, optimizer = engine_of(model), mt.optim.AdamW(model, lr=1e-3)
     draws, seen = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
