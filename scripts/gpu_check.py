@@ -55,7 +55,7 @@ FIGURES = {
                       "--moments", "8bit", "--planned", "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
     "32B-8bit-layer": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--clip", "layer",
                        "--planned", "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
-    "32B-8bit": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--planned",
+    "32B-8bit": ["--model", "32B", "--batch", "64", "--micro-batch", "2", "--moments", "8bit", "--planned",
                  "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
     "7B-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments-on-disk",
                 "4", "--offload-dir", OFFLOAD_DIR],

@@ -9,7 +9,6 @@ home keeps its slab from step to step, and gradients count whole at every moment
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,12 +110,22 @@ class TimelineMaker:
 
     def activation_budget(self, choice: Choice, device_bytes: int) -> int | None:
         """The most inputs that may stay on the device beside everything else; None if not even none."""
-        whole = self.timeline(dataclasses.replace(choice, activation_bytes=self.input_bytes)).total(HBM_TIER)
-        rooms = [device_bytes - total + inputs for total, inputs in zip(whole, self._inputs, strict=True)]
-        tight = [room for room, inputs in zip(rooms, self._inputs, strict=True) if inputs > room]
-        if not tight:
+        rest = sum(self._device_fixed(choice).values())
+        working = self._working_curve(choice.rows)
+        gradients = self._gradient_curve(choice, HBM_TIER)
+        if self._shares_device(gradients):
+            # The room is there at every moment, whatever is in it.
+            most = int((device_bytes - rest - max(working)) / (1 + ROOM_SLACK))
+            rooms = [most - waiting for waiting in gradients]
+        else:
+            rooms = [
+                device_bytes - rest - waiting - at_work for waiting, at_work in zip(gradients, working, strict=True)
+            ]
+        if min(rooms) < 0:
+            return None
+        if all(inputs <= room for room, inputs in zip(rooms, self._inputs, strict=True)):
             return self.input_bytes
-        # What comes and goes takes room too, at every moment at which not all stay: so once more.
+        # What comes and goes takes room too, at every moment at which not all stay.
         returning = self.returning_bytes(choice.rows)
         tight = [
             room - returning for room, inputs in zip(rooms, self._inputs, strict=True) if inputs > room - returning
@@ -125,34 +134,37 @@ class TimelineMaker:
         return budget if budget >= 0 else None
 
     def timeline(self, choice: Choice) -> Timeline:
-        fixed: dict[tuple[str, str], int] = {}
+        fixed = self._device_fixed(choice)
         for place, sizes in zip(choice.places, self._sizes, strict=True):
             for part, row in _PART_ROWS.items():
-                key = place.tiers[part], row
-                fixed[key] = fixed.get(key, 0) + sizes[part]
-        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice)
+                tier = place.tiers[part]
+                if tier != HBM_TIER:
+                    fixed[tier, row] = fixed.get((tier, row), 0) + sizes[part]
         fixed[RAM, "buffers"] = self._host_buffers(choice)
         budget = choice.activation_bytes
-        working = self._working_curve(choice.rows)
-        returning = self.returning_bytes(choice.rows)
         stay = [min(num_bytes, budget) for num_bytes in self._inputs]
         go = [num_bytes - kept for num_bytes, kept in zip(self._inputs, stay, strict=True)]
-        on_device = [kept + (returning if gone else 0) for kept, gone in zip(stay, go, strict=True)]
+        returning = self.returning_bytes(choice.rows)
+        on_device = [
+            kept + (returning if gone else 0) + at_work
+            for kept, gone, at_work in zip(stay, go, self._working_curve(choice.rows), strict=True)
+        ]
         moving: dict[tuple[str, str], Sequence[int]] = {
-            (HBM_TIER, "activations"): [a + b for a, b in zip(on_device, working, strict=True)],
+            (HBM_TIER, "activations"): on_device,
             (RAM, "activations"): go,
         }
-        if self._keeps_gradients:
-            for tier in TIERS:
-                moving[tier, "gradients"] = self._gradient_curve(choice, tier)
-        rooms = {RAM: _most(go, moving.get((RAM, "gradients")))}
-        if max(moving.get((HBM_TIER, "gradients"), [0])) and HBM_TIER in self._sharing:
-            rooms[HBM_TIER] = _most(stay, moving[HBM_TIER, "gradients"])
-            # They are copied into the room one by one, while a layer's are there as the layer before made them.
-            fixed[HBM_TIER, "buffers"] += self._layer_input_bytes
-        for tier, num_bytes in rooms.items():
-            fixed[tier, "buffers"] += int(ROOM_SLACK * num_bytes)
-            rooms[tier] += int(ROOM_SLACK * num_bytes)
+        for tier in TIERS if self._keeps_gradients else ():
+            moving[tier, "gradients"] = self._gradient_curve(choice, tier)
+        rooms = {}
+        waiting = self._gradient_curve(choice, HBM_TIER)
+        if self._shares_device(waiting):
+            rooms[HBM_TIER] = _room(stay, waiting)
+            # What is in it counts above.
+            moving[HBM_TIER, "buffers"] = [rooms[HBM_TIER] - a - b for a, b in zip(stay, waiting, strict=True)]
+        rooms[RAM] = _room(go, moving.get((RAM, "gradients")))
+        moving[RAM, "buffers"] = [
+            rooms[RAM] - a - b for a, b in zip(go, moving.get((RAM, "gradients"), [0] * len(go)), strict=True)
+        ]
         return Timeline(fixed=fixed, moving=moving, rooms=rooms)
 
     def working_bytes(self, rows: int) -> int:
@@ -187,7 +199,10 @@ class TimelineMaker:
         return moments
 
     def _gradient_curve(self, choice: Choice, tier: str) -> list[int]:
+        """Of those that are kept."""
         num_moments = 2 * len(self._spec.layers)
+        if not self._keeps_gradients:
+            return [0] * num_moments
         steps = [0] * (num_moments + 1)
         for place, sizes, (until, since) in zip(choice.places, self._sizes, self._waiting, strict=True):
             if place.gradients != tier:
@@ -213,6 +228,21 @@ class TimelineMaker:
         return [*curve, *reversed(back)]
 
     # What stays.
+
+    def _shares_device(self, gradients: Sequence[int]) -> bool:
+        """gradients: those on the device, over time."""
+        return HBM_TIER in self._sharing and max(gradients) > 0
+
+    def _device_fixed(self, choice: Choice) -> dict[tuple[str, str], int]:
+        fixed = {(HBM_TIER, row): 0 for row in _PART_ROWS.values()}
+        for place, sizes in zip(choice.places, self._sizes, strict=True):
+            for part, row in _PART_ROWS.items():
+                fixed[HBM_TIER, row] += sizes[part] * (place.tiers[part] == HBM_TIER)
+        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice)
+        if self._shares_device(self._gradient_curve(choice, HBM_TIER)):
+            # They are copied into the room one by one, while a layer's are there as the layer before made them.
+            fixed[HBM_TIER, "buffers"] += self._layer_input_bytes
+        return fixed
 
     def _device_buffers(self, choice: Choice) -> int:
         homes = self._spec.homes
@@ -241,5 +271,5 @@ class TimelineMaker:
         return (MAX_DRAINS + 1) * max(sizes, default=0)
 
 
-def _most(inputs: Sequence[int], gradients: Sequence[int] | None) -> int:
-    return max(map(sum, zip(inputs, gradients or [0] * len(inputs), strict=True)))
+def _room(inputs: Sequence[int], gradients: Sequence[int] | None) -> int:
+    return int((1 + ROOM_SLACK) * max(map(sum, zip(inputs, gradients or [0] * len(inputs), strict=True))))
