@@ -87,6 +87,29 @@ def test_interrupts_at_any_place(step: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_while_updates_are_queued() -> None:
+    """What is read afterwards is what the model computes with, and changes no more."""
+    mt.init(device="cpu")
+    _, model = stream(make_stack(), num_slots=5, lane_delay_seconds=0.002)
+    optimizer = mt.optim.SGD(model, lr=0.5)
+    plain_step(model)
+    num_places = interrupted(optimizer.step, None)
+    optimizer.zero_grad()
+    for at in range(1, num_places, 5):
+        plain_step(model)
+        interrupted(optimizer.step, at)
+        optimizer.zero_grad()
+        weights = {name: value.clone() for name, value in mt.named_parameters(model)}
+        plain = make_stack()
+        plain.load_state_dict(weights)
+        with torch.no_grad():
+            assert torch.equal(model(**make_batch())["loss"], plain(**make_batch())["loss"]), at
+        the_engine(model).wait()
+        assert_equal(weights, dict(mt.named_parameters(model)))
+        model.load_state_dict(make_stack().state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_while_weights_come_from_disk(tmp_path: Path) -> None:
     mt.init(device="cpu", offload_dir=tmp_path)
     plain, model = stream(make_stack(), places=Place(weights="disk"), num_slots=2)

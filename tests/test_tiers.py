@@ -143,6 +143,21 @@ def test_what_others_write_between_steps_is_what_is_updated(tmp_path: Path) -> N
     assert_same(meddled(StreamOptions(places="disk", **RACES)), meddled(StreamOptions(serial=True)))
 
 
+def test_a_state_that_was_held_while_others_were_read_ahead(tmp_path: Path) -> None:
+    def meddled(options: StreamOptions) -> dict[str, torch.Tensor]:
+        model, optimizer = start(options, offload_dir=tmp_path)
+        train(model, optimizer, batches(3))
+        held = optimizer.state[model.get_parameter("model.layers.0.self_attn.q_proj.weight")]["exp_avg"]
+        if not options.serial:
+            engine_of(model).transport._disk_update.flush()  # until all is read ahead
+        held.mul_(1000.0)
+        del held
+        train(model, optimizer, batches(1, seed=7))
+        return result(model, optimizer)
+
+    assert_same(meddled(StreamOptions(places="disk")), meddled(StreamOptions(serial=True)))
+
+
 def test_a_saved_model_and_state_are_those_of_memory(tmp_path: Path) -> None:
     model, optimizer = start(StreamOptions(places="disk"), offload_dir=tmp_path / "homes")
     plain, its_optimizer = start()
@@ -241,8 +256,10 @@ def test_a_window_is_a_plain_array(num_slots: int, order: list[int], meddles: se
         if turn in meddles:
             window.flush()
             disk.expose()
+            window.rest()  # reads ahead what is about to change
             data[piece].fill_(turn)
             truth[piece].fill_(turn)
+            window.end_exposures()
         opened, other = window.open([data[piece], fresh], fresh)
         assert other is fresh
         assert torch.equal(opened, truth[piece]), turn

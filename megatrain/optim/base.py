@@ -295,9 +295,9 @@ class HomeOptimizer(torch.optim.Optimizer):
         self._queue(engine, home, update, changes_weights=True)
 
     def _queue(self, engine: Engine, home: Home, update: Callable[[], None], *, changes_weights: bool) -> None:
-        # A reader that comes between sees the old fence or the new one, never a home without either.
-        home.grads.used = home.updated = engine.transport.update(home, update)
+        # First: after an interrupt nobody may take what a slot holds for the weights.
         home.version += changes_weights
+        engine.transport.update(home, update)
         if home.is_lent:
             home.updated.wait()
 

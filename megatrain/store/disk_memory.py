@@ -12,7 +12,7 @@ import bisect
 import os
 import tempfile
 import threading
-import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,14 +39,17 @@ class DiskMemory:
 
     def __init__(self, folders: Sequence[str | os.PathLike[str]]) -> None:
         self.folders = [user_path(folder, "offload_dir") for folder in folders]
-        self.disk_bytes = 0
         self.num_exposures = 0
         """How often somebody may have changed what is here: what was read ahead before is of no use."""
 
+        self._is_exposed = False
         self._store: DiskStore | None = None
         self._owner = OwnProcess()
         self._writes: list[Fence] = []
         self._lock = threading.Lock()
+        self._maps_lock = threading.Lock()
+        # Outside the lock: the garbage collector may drop a tensor in the middle of anything.
+        self._dropped: deque[Extent] = deque()
         self._starts: list[int] = []
         self._extents: list[Extent] = []
         for folder in self.folders:
@@ -61,23 +64,26 @@ class DiskMemory:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         extent = self.store.allocate(round_up(num_bytes, PAGE_BYTES))
-        forget = weakref.WeakMethod(self._forget)
-        tensor = extent.mapped(lambda: None if (method := forget()) is None else method(extent))
-        position = bisect.bisect(self._starts, tensor.data_ptr())
-        self._starts.insert(position, tensor.data_ptr())
-        self._extents.insert(position, extent)
-        self.disk_bytes += extent.num_bytes
+        dropped = self._dropped
+        tensor = extent.mapped(lambda: dropped.append(extent))
+        with self._maps_lock:
+            self._forget_dropped()
+            position = bisect.bisect(self._starts, tensor.data_ptr())
+            self._starts.insert(position, tensor.data_ptr())
+            self._extents.insert(position, extent)
         return tensor[:num_bytes]
 
     def locate(self, tensor: torch.Tensor) -> tuple[Extent, int] | None:
         """The extent that a tensor of this tier lies in, and its first byte there. None for a tensor of another."""
         if tensor.device.type != "cpu" or tensor.numel() == 0:
             return None
-        position = bisect.bisect(self._starts, tensor.data_ptr()) - 1
-        if position < 0:
-            return None
-        offset = tensor.data_ptr() - self._starts[position]
-        extent = self._extents[position]
+        with self._maps_lock:
+            self._forget_dropped()
+            position = bisect.bisect(self._starts, tensor.data_ptr()) - 1
+            if position < 0:
+                return None
+            offset = tensor.data_ptr() - self._starts[position]
+            extent = self._extents[position]
         return (extent, offset) if offset < extent.num_bytes else None
 
     def stats(self) -> dict[str, float]:
@@ -86,8 +92,15 @@ class DiskMemory:
         return {f"disk_{name}": 0 if self._store is None else getattr(self._store, name) for name in names}
 
     def expose(self) -> None:
+        """Somebody is about to change what is here, or to hold a view of it, at any time until `end_exposures`."""
         self.settle()
-        self.num_exposures += 1
+        self._is_exposed = True
+
+    def end_exposures(self) -> None:
+        """The next update is about to be queued: whoever changed something has done so."""
+        if self._is_exposed:
+            self._is_exposed = False
+            self.num_exposures += 1
 
     def wait_for(self, write: Fence) -> None:
         """Whoever looks at tensors of this tier waits for `write` first."""
@@ -103,11 +116,18 @@ class DiskMemory:
         for write in writes:
             write.wait()
 
-    def _forget(self, extent: Extent) -> None:
-        """Nobody maps it any more."""
-        position = self._extents.index(extent)
-        del self._starts[position], self._extents[position]
-        self.disk_bytes -= extent.num_bytes
+    @property
+    def disk_bytes(self) -> int:
+        """Of all extents that are there now."""
+        with self._maps_lock:
+            self._forget_dropped()
+            return sum(extent.num_bytes for extent in self._extents)
+
+    def _forget_dropped(self) -> None:
+        """Those that nobody maps any more."""
+        while self._dropped:
+            position = self._extents.index(self._dropped.popleft())
+            del self._starts[position], self._extents[position]
 
     @property
     def store(self) -> DiskStore:

@@ -116,8 +116,8 @@ class Home:
         """
         for tier in self.tiers.values():
             tier.check_process()
-        self.expose()
         self.updated.wait()
+        self.expose()  # and so behind what the update has still to write
         assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
         if field.is_split and value.dtype == torch.bfloat16:
             self.weights(field).copy_(value.detach())

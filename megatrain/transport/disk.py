@@ -4,8 +4,8 @@
     WeightReader   weights of a whole home in a host slot, from which the h2d lane copies
 
 Both go past the page cache. Invariants: a slot is filled again only when its last write is over; bytes are read only
-when no write of them is under way; what was read ahead is dropped when somebody else may have changed it meanwhile
-(`DiskMemory.expose`). So no result depends on the number of slots or on what was predicted.
+when no write of them is under way; what was read ahead is dropped when somebody else may have changed it since the
+last update was queued (`DiskMemory.expose`). So no result depends on the number of slots or on what was predicted.
 """
 
 from __future__ import annotations
@@ -141,6 +141,10 @@ class DiskWindow:
             write = of.extent.write(of.start, memory)
             slot.under_way.append(write)
             self._disk.wait_for(write)
+
+    def end_exposures(self) -> None:
+        """What others changed until now is what the next update reads. (For the thread that queues updates.)"""
+        self._disk.end_exposures()
 
     def rest(self) -> None:
         """No piece is opened for a while: wait until all is written, and read ahead into the slots."""

@@ -84,13 +84,13 @@ class Lane:
         _lanes.add(self)
         weakref.finalize(self, self._inbox.put, False).atexit = False
 
-    def submit(self, work: Callable[[], object], *, after: Sequence[Fence] = ()) -> Fence:
-        """Queue `work` to run once all fences in `after` are passed; returns its own fence.
+    def submit(self, work: Callable[[], object], *, after: Sequence[Fence] = (), fence: Fence | None = None) -> Fence:
+        """Queue `work` to run once all fences in `after` are passed; returns its own fence, which may be given.
 
         Where it returns a fence (on the CPU), others go on with it: it is over when that is recorded, and the lane is
         free at once.
         """
-        return self._put(after, work, is_last=False)
+        return self._put(after, work, is_last=False, fence=fence)
 
     def submit_last(self, work: Callable[[], object]) -> Fence:
         """Queue `work` to run once all that was submitted before is over; what comes later does not wait for it."""
@@ -100,10 +100,12 @@ class Lane:
         """Wait until all that was submitted before is over; raise what failed."""
         self.submit_last(_do_nothing).wait()
 
-    def _put(self, after: Sequence[Fence], work: Callable[[], object], *, is_last: bool) -> Fence:
+    def _put(
+        self, after: Sequence[Fence], work: Callable[[], object], *, is_last: bool, fence: Fence | None = None
+    ) -> Fence:
         if self._error is not None:
             raise bare(self._error)
-        fence = Fence()
+        fence = fence or Fence()
         self._inbox.put(_Piece(fence, after, work, is_last))
         return fence
 

@@ -61,11 +61,10 @@ class SerialStream:
         tensor.copy_(host)
         return Fence.done()
 
-    def update(self, home: Home, work: Callable[[], None]) -> Fence:
+    def update(self, home: Home, work: Callable[[], None]) -> None:
         """Run an update of `home`."""
         home.grads.arrived.wait()
         work()
-        return Fence.done()
 
     def rest(self) -> None:
         """Nothing is read ahead."""

@@ -18,6 +18,7 @@ of what touched it before. What it gives up: the compute lane is one stream.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -195,8 +196,11 @@ class LaneStream:
         computed = Fence.on_current_stream(self.device)
         return self._h2d.submit(lambda: tensor.copy_(host, non_blocking=True), after=(computed, sent))
 
-    def update(self, home: Home, work: Callable[[], None]) -> Fence:
-        """Queue an update of `home`, where it is updated, behind its gradients and its last update."""
+    def update(self, home: Home, work: Callable[[], None]) -> None:
+        """Queue an update of `home`, where it is updated, behind its gradients and its last update. From now on
+        `updated` is behind it."""
+        if self.window is not None:
+            self.window.end_exposures()
         lane, after = self._cpu, [home.grads.arrived, home.updated]
         if home.place.update == "device":
             lane = self._device_update
@@ -204,10 +208,21 @@ class LaneStream:
         elif DISK_TIER in home.place.tiers.values() and self._disk_update is not None:
             lane = self._disk_update
         assert lane is not None
-        updated = lane.submit(work, after=after)
+        before, fence = (home.updated, home.grads.used), Fence()
+        try:
+            # A reader that comes between sees the old fence or the new one, never a home without either.
+            home.updated = home.grads.used = fence
+            lane.submit(work, after=after, fence=fence)
+        except BaseException:
+            # An interrupt does not tell whether it is queued. When the lane has nothing left, it is done or never was.
+            with contextlib.suppress(Exception):
+                lane.flush()
+            if not fence.is_recorded:
+                home.updated, home.grads.used = before
+                fence.record()
+            raise
         for ring in self._rings.values():
-            ring.take_back(home, updated)
-        return updated
+            ring.take_back(home, fence)
 
     def rest(self) -> None:
         """All updates of a step are queued: behind them, their writes are waited for and the next states read ahead."""
