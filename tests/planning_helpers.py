@@ -52,8 +52,9 @@ def predicted(
     config: Config | None = None,
     machine: Machine = H200,
 ) -> Plan:
-    """The prediction for a given choice: the first `homes` live on the device, inputs stay there up to `inputs_gb`."""
-    planner = Planner(machine, spec, workload, config or Config())
+    """The prediction for a given choice: the first `homes` live on the device, inputs stay there up to `inputs_gb`; as
+    in a run that was not planned gradients on the device have memory of their own."""
+    planner = Planner(machine, spec, workload, config or Config(), shares_device=False)
     places = tuple(HBM if index < homes else CPU for index in range(len(spec.homes)))
     rows = workload.rows or workload.num_sequences
     choice = Choice(rows=rows, num_slots=slots, places=places, activation_bytes=int(inputs_gb * 1e9))
