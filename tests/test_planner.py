@@ -97,7 +97,7 @@ def test_a_plan_holds_what_memory_rows_count() -> None:
     on_device = sum(table[name]["hbm"] for name in ("weights", "low halves", "moments", "gradients"))
     assert on_device == rows["hbm", "layers that live on the device"]
     buffers = sum(rows["hbm", name] for name in ("slots", "gradient sums and drains", "resident weights"))
-    assert table["buffers"]["hbm"] == buffers + CONTEXT_BYTES
+    assert table["buffers"]["hbm"] == buffers + CONTEXT_BYTES + 2 * 2 * 16 * spec.hidden_size
     in_room = table["gradients"]["ram"] + table["activations"]["ram"]
     assert table["buffers"]["ram"] == PROCESS_BYTES + found.timeline.rooms["ram"] - in_room
 

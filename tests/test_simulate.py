@@ -69,14 +69,23 @@ LENT = dataclasses.replace(
 """The machine of the runs at 14B and 32B, as doctor measured it that day."""
 
 
-def test_a_larger_model_than_any_that_was_fitted_is_predicted() -> None:
-    """14B with fp32 moments, docs/performance.md: 16.34 s, 129.9 GiB of device memory, 119.5 of the host."""
-    workload = Workload(num_sequences=64, length=1024, rows=4)
-    plan = Planner(LENT, builtin("qwen2.5-14b"), workload, Config()).best()
-    assert plan is not None and plan.num_on_device == 26
-    assert plan.step_seconds == pytest.approx(16.34, rel=0.05)
-    assert (plan.timeline.peak("hbm") - CONTEXT_BYTES) / GIB == pytest.approx(129.93, rel=0.01)
-    assert plan.timeline.peak("ram") / GIB == pytest.approx(119.5, rel=0.01)
+PLANNED = {
+    # docs/performance.md, models larger than host memory: sequences of 1024 tokens, 64 a step; rows, config;
+    # homes on the device; step seconds, device GiB, host GiB
+    "qwen2.5-14b": (2, {"optimizer_compression": "8bit", "max_vram_gb": 24}, 0, 17.30, 22.11, 112.9),
+    "qwen2.5-32b": (2, {"optimizer_compression": "8bit"}, 32, 36.51, 137.44, 119.9),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_larger_models_than_any_that_was_fitted_are_predicted(name: str) -> None:
+    rows, config, num_homes, seconds, device_gib, host_gib = PLANNED[name]
+    workload = Workload(num_sequences=64, length=1024, rows=rows)
+    plan = Planner(LENT, builtin(name), workload, Config(offload_dir=".", **config)).best()
+    assert plan is not None and plan.num_on_device == num_homes
+    assert plan.step_seconds == pytest.approx(seconds, rel=0.15)
+    assert (plan.timeline.peak("hbm") - CONTEXT_BYTES) / GIB == pytest.approx(device_gib, rel=0.03)
+    assert plan.timeline.peak("ram") / GIB == pytest.approx(host_gib, rel=0.01)
 
 
 def test_updates_that_wait_for_the_disk_one_after_the_other_are_predicted() -> None:

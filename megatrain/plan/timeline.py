@@ -238,10 +238,8 @@ class TimelineMaker:
         for place, sizes in zip(choice.places, self._sizes, strict=True):
             for part, row in _PART_ROWS.items():
                 fixed[HBM_TIER, row] += sizes[part] * (place.tiers[part] == HBM_TIER)
-        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice)
-        if self._shares_device(self._gradient_curve(choice, HBM_TIER)):
-            # They are copied into the room one by one, while a layer's are there as the layer before made them.
-            fixed[HBM_TIER, "buffers"] += self._layer_input_bytes
+        # What a layer passes to the next one lies there until that is visited, whether it is then copied or kept.
+        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice) + self._layer_input_bytes
         return fixed
 
     def _device_buffers(self, choice: Choice) -> int:
