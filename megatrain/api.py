@@ -15,14 +15,13 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.model import (
-    Initialize,
     check_model,
     install,
     make_layers,
-    move_home,
     named_home_parameters,
     replace_parameters,
 )
+from megatrain.execute.moving import Initialize, move_homes
 from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
 from megatrain.outline import outline_model, prepare_cuda
@@ -117,7 +116,8 @@ def stream(
         workload: what a step will train on: homes, slots and what stays on the device are then planned for it. None:
             what `mt.init` was told, or a placement that leaves room for any.
 
-    Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory.
+    Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory. Whatever
+    fails while weights go home, an interrupt too, leaves the model as it was, without gradients.
     """
     if isinstance(model, nn.Module) and engine_of(model) is not None:
         return model
@@ -149,9 +149,7 @@ def stream(
     if device.type == "cuda":
         engine.report.learn = learn
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
-    for plan, home in zip(plans, homes, strict=True):
-        move_home(model, plan, home, initialize)
-        memory.lock(home.wire, home.low)
+    move_homes(model, plans, homes, initialize, memory.lock)
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
     print(engine.summary(), flush=True)
