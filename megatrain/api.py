@@ -63,7 +63,7 @@ def init(
 
     Args:
         offload_dir: a folder, or several on different disks, for what of the homes does not fit in memory. Its files
-            vanish with the process.
+            vanish with the process. A relative one is that of now, wherever the process goes later.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
         max_ram_gb: host memory to use at most, in GB (1e9 bytes): with a GPU of the whole process, else for homes.
         optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True
@@ -89,7 +89,7 @@ def init(
     settings = locals()
     _check_workload(settings.pop("workload"))
     global _config, _workload
-    _config, _workload = Config(**settings), workload
+    _config, _workload = Config(**settings).fixed(), workload
     # Imports transformers, which this module does without.
     from megatrain.load.deferral import defer_loading as defer
 
