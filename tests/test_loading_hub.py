@@ -96,7 +96,7 @@ def test_the_cache_stands_in_for_a_silent_hub(keywords: dict[str, Any], hub: Fak
     assert_equal(plain.state_dict(), model.state_dict())
     closed_later(mt.from_config("owner/tiny", cache_dir=tmp_path, **keywords))
     assert len(hub.asked) == (0 if keywords else 2)
-    # huggingface_hub looks once in a process for a table for its headers. A file that is asked for is retried five times.
+    # huggingface_hub fetches a table for its headers, once a process. A file that is asked for is retried five times.
     assert hub.num_connections <= 1
 
 
