@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -149,11 +150,22 @@ def stream(
     if device.type == "cuda":
         engine.report.learn = learn
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
-    move_homes(model, plans, homes, initialize, memory.lock)
+    with _closed_on_failure(engine):
+        move_homes(model, plans, homes, initialize, memory.lock)
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
     print(engine.summary(), flush=True)
     return model
+
+
+@contextlib.contextmanager
+def _closed_on_failure(engine: Engine) -> Iterator[None]:
+    """Its lanes end at once, and not when the last holder of the error, and of its frames, is gone."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
 
 
 def told_workload() -> Workload | None:

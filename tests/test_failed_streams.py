@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import megatrain.load.deferral as deferral
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.execute.deferred import DeferredParameter
+from megatrain.execute.engine import Engine
 from megatrain.plan.placement import Place
 from megatrain.store.home import Home
 
@@ -121,6 +124,23 @@ def test_a_model_that_shares_a_parameter_with_a_streamed_one() -> None:
     closed_later(stream(model))
     with pytest.raises(mt.UserError, match="lm_head.weight lost its values to an mt.stream"):
         stream(other)
+
+
+def num_engines() -> int:
+    gc.collect()
+    return sum(type(one) is Engine for one in gc.get_objects())
+
+
+def test_a_failed_stream_leaves_no_lanes_and_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    mt.init(device="cpu")
+    model, threads = make_model("llama"), threading.active_count()
+    engines = num_engines()
+    fail_at(monkeypatch, 8, error := MemoryError("none left"))
+    with pytest.raises(MemoryError):
+        stream(model)
+    assert threading.active_count() <= threads, "also while somebody holds the error, and with it the frames"
+    error.__traceback__ = None
+    assert num_engines() <= engines
 
 
 def test_values_that_initialize_makes_are_made_again() -> None:
