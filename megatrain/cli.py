@@ -123,7 +123,26 @@ def verify(
         raise typer.Exit(DAMAGED)
 
 
-VERBS: dict[str, Callable[..., None]] = {"train": train, "plan": plan, "doctor": doctor, "verify": verify}
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The output folder of a run.", metavar="DIR")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings over those of the run, as in training.max_steps=200.", metavar="KEY=VALUE"),
+    ] = None,
+) -> None:
+    """Go on with a run from its newest sound checkpoint."""
+    from megatrain.commands.train import resume as run
+
+    run(folder, overrides or [])
+
+
+VERBS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "resume": resume,
+    "plan": plan,
+    "doctor": doctor,
+    "verify": verify,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,7 +174,7 @@ def run_command(arguments: list[str]) -> int:
 
 def _in_words_of(arguments: list[str], message: str) -> str:
     """Settings as they are written in a recipe, for what reads one."""
-    if arguments[:1] != ["train"]:
+    if arguments[:1] not in (["train"], ["resume"]):
         return message
     from megatrain.commands.words import in_recipe_words
 

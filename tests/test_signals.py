@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_helpers import write_recipe
 
 from megatrain import cli
+from megatrain.commands.record import RECIPE_NAME, RECORD_NAME
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -36,6 +38,9 @@ def test_a_signal_ends_the_run_behind_a_checkpoint(tmp_path: Path, number: signa
     assert f"the last checkpoint is {checkpoint}; go on with: megatrain train" in told
     assert not (tmp_path / "out" / "config.json").exists()
     assert cli.run_command(["verify", str(tmp_path / "out")]) == 0
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert cli.run_command(["resume", str(tmp_path / "out"), f"training.max_steps={step + 2}"]) == 0
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
@@ -66,3 +71,22 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
         process.stdout.read()
         assert process.wait(timeout=30) == 130
         assert process.stderr.read().splitlines()[-1].startswith("error: interrupted; this run saved no checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda folder: None, "no such folder"),
+        (lambda folder: folder.mkdir(), "no `megatrain train` was started for it"),
+        (
+            lambda folder: [folder.mkdir(), *((folder / name).write_text("{}") for name in (RECIPE_NAME, RECORD_NAME))],
+            "cannot be read ('overrides')",
+        ),
+    ],
+)
+def test_resume_of_what_is_no_run(
+    make: Callable[[Path], object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    make(tmp_path / "out")
+    assert cli.run_command(["resume", str(tmp_path / "out")]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())

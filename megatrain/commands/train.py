@@ -5,6 +5,7 @@ check -> get model and data -> held-out loss, samples -> train -> save -> held-o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from megatrain.base.errors import InterruptedRunError, StoppedRunError
 from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
+from megatrain.commands.record import note_run, noted_run
 from megatrain.commands.resume import how_to_go_on, step_of
 from megatrain.recipe import Recipe, load_recipe
+from megatrain.save.folder import check_place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +52,7 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
         return
     start = time.time()
     try:
-        _run(recipe, arguments, console, checkpoint)
+        _run(recipe, arguments, console, checkpoint, overrides)
     except StoppedRunError:
         print_fact(console, "stopped", how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start))
     except KeyboardInterrupt:
@@ -57,12 +60,28 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
         raise InterruptedRunError(told) from None
 
 
-def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpoint: Path | None) -> None:
+def resume(output_dir: Path, overrides: Sequence[str] = ()) -> None:
+    """Goes on with the run whose output folder this is, from its newest sound checkpoint.
+
+    Raises UserError for a folder without a run or a checkpoint, and what `train` raises.
+    """
+    run = noted_run(output_dir)
+    if run.folder.is_dir():
+        os.chdir(run.folder)
+    train(run.recipe_file, [*run.overrides, *overrides])
+
+
+def _run(
+    recipe: Recipe,
+    arguments: TrainingArguments,
+    console: Console,
+    checkpoint: Path | None,
+    overrides: Sequence[str],
+) -> None:
     from megatrain.commands.disk import check_disk, disk_rows
     from megatrain.commands.length import RunLength
     from megatrain.commands.progress import ProgressDisplay, SpeedMeter
     from megatrain.commands.run import closing_engine, prepare, print_samples
-    from megatrain.save.folder import check_place
 
     ingredients = prepare(recipe, arguments, console)
     report = ingredients.datasets.report.train
@@ -70,6 +89,7 @@ def _run(recipe: Recipe, arguments: TrainingArguments, console: Console, checkpo
     length.settle_intervals(arguments)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
     check_place(recipe.output_dir, "output.dir")
+    note_run(recipe.file, overrides, recipe.output_dir)
     num_steps_done = 0
     if checkpoint is not None:
         num_steps_done = step_of(checkpoint)

@@ -1,0 +1,60 @@
+"""What a run was started with, kept in its output folder: so that `megatrain resume DIR` needs nothing else.
+
+Rule: torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.base.errors import UserError
+from megatrain.base.paths import looking_at, user_path
+from megatrain.commands.resume import KEY
+
+RECIPE_NAME = "megatrain_recipe.yaml"
+RECORD_NAME = "megatrain_run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that can be started again."""
+
+    recipe_file: Path
+    """A copy, as the recipe was."""
+    overrides: list[str]
+    folder: Path
+    """Where the run was started, from which relative paths of the recipe lead."""
+
+
+def note_run(recipe_file: Path, overrides: Sequence[str], output_dir: Path) -> None:
+    """Keep what the run is started with. The copy of a run that goes on from it is the same file."""
+    copy = output_dir / RECIPE_NAME
+    if not (copy.exists() and copy.samefile(recipe_file)):
+        copy.write_text(recipe_file.read_text(encoding="utf-8"), encoding="utf-8")
+    record = {"overrides": list(overrides), "folder": os.getcwd()}
+    (output_dir / RECORD_NAME).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def noted_run(output_dir: Path) -> Run:
+    """Raises UserError for a folder in which no `megatrain train` was started, or whose record cannot be read."""
+    output_dir = user_path(output_dir, "DIR").absolute()
+    with looking_at("DIR"):
+        if not output_dir.is_dir():
+            raise UserError(f"DIR: no such folder: {output_dir}")
+        if not (output_dir / RECORD_NAME).is_file() or not (output_dir / RECIPE_NAME).is_file():
+            raise UserError(
+                f"DIR: {output_dir} has no {RECORD_NAME} and {RECIPE_NAME}, so no `megatrain train` was started for "
+                f"it; give the recipe: megatrain train FILE.yaml output.dir={output_dir} {KEY}=true"
+            )
+    try:
+        record = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8"))
+        overrides, folder = [str(override) for override in record["overrides"]], Path(record["folder"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"DIR: {output_dir / RECORD_NAME} cannot be read ({error})") from error
+    kept = [override for override in overrides if override.partition("=")[0].strip() not in (KEY, "output.dir")]
+    overrides = [*kept, f"output.dir={output_dir}", f"{KEY}=true"]
+    return Run(recipe_file=output_dir / RECIPE_NAME, overrides=overrides, folder=folder)
