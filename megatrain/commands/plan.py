@@ -5,8 +5,11 @@ config -> spec on the meta device -> plan -> memory, time, what if
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +75,10 @@ def plan(model: str, options: PlanOptions) -> None:
     outlined = outline_model(model)  # a slip in its name is told before a machine is measured
     machine, note = find_machine(options.machine)
     question = _question(outlined, machine, workload, settings, options)
-    found = question.answer()
-    answers = _answers(question, found) if options.what_if else []
-    context = _context(question, found)
+    with _imports_left_alone():
+        found = question.answer()
+        answers = _answers(question, found) if options.what_if else []
+        context = _context(question, found)
     if trace is not None:
         _write_trace(found, trace)
     if options.as_json:
@@ -87,6 +91,16 @@ def plan(model: str, options: PlanOptions) -> None:
         _print_what_if(console, found, answers)
     if trace is not None:
         print_fact(console, "trace", f"{trace}: open it in chrome://tracing or Perfetto")
+
+
+@contextlib.contextmanager
+def _imports_left_alone() -> Iterator[None]:
+    """Simulations make many small objects; looking through all of PyTorch for garbage each time takes half the time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # What is asked.

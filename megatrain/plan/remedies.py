@@ -42,8 +42,9 @@ def largest_context(machine: Machine, spec: ModelSpec, config: Config, num_seque
 
     def fits(steps: int) -> bool:
         workload = Workload(num_sequences=num_sequences, length=256 * steps, rows=1)
-        return Planner(machine, spec, workload, config).fits()
+        return planner.changed(workload=workload).fits()
 
+    planner = Planner(machine, spec, Workload(num_sequences=num_sequences, length=256, rows=1), config)
     return 256 * _most(fits, 2**18)
 
 
