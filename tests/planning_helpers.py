@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,16 +49,17 @@ def predicted(
     spec: ModelSpec,
     workload: Workload,
     *,
-    homes: int = 0,
+    homes: int | Sequence[int] = 0,
     slots: int = 3,
     inputs_gb: float = 1e9,
     config: Config | None = None,
     machine: Machine = H200,
 ) -> Plan:
-    """The prediction for a given choice: the first `homes` live on the device, inputs stay there up to `inputs_gb`; as
-    in a run that was not planned gradients on the device have memory of their own."""
+    """The prediction for a given choice: the first `homes`, or those named, live on the device, and inputs stay there
+    up to `inputs_gb`. As in a run that was not planned, gradients on the device have memory of their own."""
     planner = Planner(machine, spec, workload, config or Config(), shares_device=False)
-    places = tuple(HBM if index < homes else CPU for index in range(len(spec.homes)))
+    on_device = range(homes) if isinstance(homes, int) else homes
+    places = tuple(HBM if index in on_device else CPU for index in range(len(spec.homes)))
     rows = workload.rows or workload.num_sequences
     choice = Choice(rows=rows, num_slots=slots, places=places, activation_bytes=int(inputs_gb * 1e9))
     return planner.plan_of(choice)

@@ -199,6 +199,18 @@ def test_whoever_takes_waits_for_what_comes_back_before_there_is_more() -> None:
     pool.give_back(taken)
 
 
+def test_a_lane_does_not_wait_for_what_is_behind_it() -> None:
+    """A gradient's drain takes its slab on the lane that sends inputs: it takes more memory instead."""
+    pool = make_pool(first_bytes=PAGE_BYTES)
+    sent = Fence()
+    pool.give_back(pool.take(PAGE_BYTES), behind=sent, needs=sent)
+    pool.take(PAGE_BYTES, at_end=True)
+    assert pool.total_bytes == 2 * PAGE_BYTES
+    sent.record()
+    pool.take(PAGE_BYTES)
+    assert pool.total_bytes == 2 * PAGE_BYTES
+
+
 def test_room_comes_back_from_work_that_failed() -> None:
     pool = make_pool(first_bytes=PAGE_BYTES)
     fence = Fence()

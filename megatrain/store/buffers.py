@@ -67,17 +67,22 @@ class _Returned:
 
     buffer: torch.Tensor
     behind: Fence
+    needs: Fence | None
     is_held: Callable[[], bool] | None
     keeps: Any
     """Whatever must live as long as the buffer is in use."""
 
-    @property
-    def can_be_waited_for(self) -> bool:
-        return self.is_held is None or not self.is_held()
+    def can_be_waited_for(self, on_lane: bool) -> bool:
+        is_free = not on_lane or self.needs is None or self.needs.is_recorded
+        return is_free and not self._is_held
 
     @property
     def is_over(self) -> bool:
-        return self.behind.is_over and self.can_be_waited_for
+        return self.behind.is_over and not self._is_held
+
+    @property
+    def _is_held(self) -> bool:
+        return self.is_held is not None and self.is_held()
 
 
 class BufferPool:
@@ -138,7 +143,8 @@ class BufferPool:
         """A flat uint8 buffer of `num_bytes` (1 or more) in whole pages, with any content.
 
         Args:
-            at_end: cut it from the upper end of the room: for what comes when the others go.
+            at_end: cut it from the upper end of the room: for gradients, which come when the others go, and may be
+                taken on the lane that drains them.
 
         Raises UserError (of a device: torch.OutOfMemoryError) when more memory is needed and there is none.
         """
@@ -160,6 +166,7 @@ class BufferPool:
         buffer: torch.Tensor,
         behind: Fence | None = None,
         *,
+        needs: Fence | None = None,
         is_held: Callable[[], bool] | None = None,
         keeps: Any = None,
     ) -> None:
@@ -167,15 +174,18 @@ class BufferPool:
 
         Args:
             behind: what reads or writes it last; None: nothing does any more.
+            needs: what `behind` waits for in the lane that drains gradients, which must not wait for itself.
             is_held: whether somebody still holds a view of it, for as long as they like.
             keeps: whatever must live until then.
         """
-        self._inbox.append(_Returned(buffer=buffer, behind=behind or Fence.done(), is_held=is_held, keeps=keeps))
+        self._inbox.append(
+            _Returned(buffer=buffer, behind=behind or Fence.done(), needs=needs, is_held=is_held, keeps=keeps)
+        )
 
     def _try_to_take(self, num_bytes: int, at_end: bool, may_grow: bool) -> tuple[torch.Tensor | None, Fence | None]:
         """A buffer, or what to wait for before the next try, or neither."""
         self._collect()
-        awaited = next((one.behind for one in self._returned if one.can_be_waited_for), None)
+        awaited = next((one.behind for one in self._returned if one.can_be_waited_for(on_lane=at_end)), None)
         if self._gap_bytes > self.peak_bytes * self._gap_share:
             if self._used_bytes == 0:
                 self._unite(num_bytes)

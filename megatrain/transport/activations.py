@@ -45,7 +45,7 @@ class _Kept:
         """What uses a copy on the device."""
         self.device: torch.Tensor | None = None
         """What came back from the host."""
-        self.arrived = Fence.done()
+        self.sent = self.arrived = Fence.done()
 
     @property
     def has_changed(self) -> bool:
@@ -163,7 +163,7 @@ class ActivationStore:
         else:
             assert kept.buffer is not None
             # A copy that is on its way back to the device must not go into memory that others have by then.
-            self.buffers.give_back(kept.buffer, behind=kept.arrived, keeps=kept.device)
+            self.buffers.give_back(kept.buffer, behind=kept.arrived, needs=kept.sent, keeps=kept.device)
 
     def _keep(self, tensor: torch.Tensor) -> _Kept:
         num_elements = span(tensor)
@@ -180,7 +180,7 @@ class ActivationStore:
                     kept.lie_in(buffer, tensor).copy_(tensor)
             return kept
         kept.is_away = True
-        kept.arrived = self._send(tensor, kept.lie_in(self.buffers.take(kept.num_bytes), tensor))
+        kept.sent = kept.arrived = self._send(tensor, kept.lie_in(self.buffers.take(kept.num_bytes), tensor))
         self.num_offloaded += 1
         self.offloaded_bytes += kept.num_bytes
         return kept
