@@ -31,7 +31,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain import api
-from megatrain.arguments import check_arguments
+from megatrain.arguments import check_arguments, check_model
 from megatrain.base.errors import PlanError, RefusedError, UserError
 from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
@@ -63,9 +63,9 @@ class Trainer(transformers.Trainer):
         *positional: Any,
         **keywords: Any,
     ) -> None:
-        if args is None:
-            args = transformers.TrainingArguments(output_dir="tmp_trainer")
+        args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
+        check_model(model)
         given = inspect.signature(transformers.Trainer).bind(model, args, *positional, **keywords).arguments
         check_given_optimizer(given, model)
         if args.n_gpu > 1:
@@ -377,6 +377,7 @@ def _stream(model: nn.Module, args: transformers.TrainingArguments, dataset: Any
 
 def _streamed(model: nn.Module, args: transformers.TrainingArguments, dataset: Any) -> nn.Module:
     """The model, streamed if it was not; `args.device` becomes the engine's device."""
+    check_model(model)
     if engine_of(model) is None:
         model = _stream(model, args, dataset)
     engine = engine_of(model)
