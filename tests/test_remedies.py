@@ -131,3 +131,9 @@ def test_a_remedy_for_the_device_names_what_the_host_lacks_too() -> None:
     both = r"What is enough: a device with [\d.]+ GB more, and 5\d\d\d GB more of host memory"
     with pytest.raises(UserError, match=both):
         plan(MACHINES["rtx4090"], builtin("llama-3.1-405b"), Workload(num_sequences=16, length=1024), Config())
+
+
+def test_homes_that_leave_the_device_no_room_for_a_layer_are_named() -> None:
+    for hbm_home_gb in (7.5, 50):
+        text = refused(8, 60, hbm_home_gb=hbm_home_gb)
+        assert f"hbm_home_gb={hbm_home_gb:g} leaves too little of" in text and text.endswith("or leave it out")

@@ -73,6 +73,12 @@ def _refusal(planner: Planner) -> str:
     needed = planner.maker.timeline(smallest).peak(HBM_TIER)
     if needed > planner.budgets.hbm:
         return f"{what}: {_device_refusal(planner, smallest, needed)}"
+    if not planner.changed(budgets=dataclasses.replace(planner.budgets, ram=2**62)).fits():
+        # Nothing else takes device memory that need not be taken.
+        return (
+            f"{what}: hbm_home_gb={planner.config.hbm_home_gb:g} leaves too little of {_gb(planner.budgets.hbm)} of "
+            "device memory for slots, gradients and the layer at work: give less, or leave it out"
+        )
     return f"{what}: {_host_refusal(planner)}"
 
 
