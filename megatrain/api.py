@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -15,14 +16,13 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.model import (
-    Initialize,
     check_model,
     install,
     make_layers,
-    move_home,
     named_home_parameters,
     replace_parameters,
 )
+from megatrain.execute.moving import Initialize, move_homes
 from megatrain.execute.parameters import HomeParameter
 from megatrain.losses import num_target_tokens, own_loss
 from megatrain.outline import outline_model, prepare_cuda
@@ -64,7 +64,7 @@ def init(
 
     Args:
         offload_dir: a folder, or several on different disks, for what of the homes does not fit in memory. Its files
-            vanish with the process.
+            vanish with the process. A relative one is that of now, wherever the process goes later.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
         max_ram_gb: host memory to use at most, in GB (1e9 bytes): with a GPU of the whole process, else for homes.
         optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True
@@ -90,7 +90,7 @@ def init(
     settings = locals()
     _check_workload(settings.pop("workload"))
     global _config, _workload
-    _config, _workload = Config(**settings), workload
+    _config, _workload = Config(**settings).fixed(), workload
     # Imports transformers, which this module does without.
     from megatrain.load.deferral import defer_loading as defer
 
@@ -117,7 +117,8 @@ def stream(
         workload: what a step will train on: homes, slots and what stays on the device are then planned for it. None:
             what `mt.init` was told, or a placement that leaves room for any.
 
-    Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory.
+    Raises UserError before any work: no repeated blocks, weights that cannot be taken home, too little memory. Whatever
+    fails while weights go home, an interrupt too, leaves the model as it was, without gradients.
     """
     if isinstance(model, nn.Module) and engine_of(model) is not None:
         return model
@@ -149,13 +150,22 @@ def stream(
     if device.type == "cuda":
         engine.report.learn = learn
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
-    for plan, home in zip(plans, homes, strict=True):
-        move_home(model, plan, home, initialize)
-        memory.lock(home.wire, home.low)
+    with _closed_on_failure(engine):
+        move_homes(model, plans, homes, initialize, memory.lock)
     replace_parameters(model, engine, plans, homes)
     install(model, engine)
     print(engine.summary(), flush=True)
     return model
+
+
+@contextlib.contextmanager
+def _closed_on_failure(engine: Engine) -> Iterator[None]:
+    """Its lanes end at once, and not when the last holder of the error, and of its frames, is gone."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
 
 
 def told_workload() -> Workload | None:

@@ -233,7 +233,11 @@ TABLE: dict[str, Row] = {
     "dataloader_in_order": _yes(FLAG),
     "remove_unused_columns": _yes(FLAG),
     "label_names": _yes(unset_or(TEXTS)),
-    "train_sampling_strategy": _yes(choice("random", "sequential", "group_by_length", "batch_rebalance")),
+    "train_sampling_strategy": _yes(
+        choice("random", "sequential", "group_by_length", "batch_rebalance"),
+        "as in transformers; group_by_length with dropout gives other orders from the second epoch on, since "
+        "micro-batches draw from seeds of their own",
+    ),
     "length_column_name": _yes(TEXT),
     # Distributed training
     "ddp_find_unused_parameters": _moot(_ONE_PROCESS),

@@ -1,7 +1,7 @@
 """The command `megatrain`: a table from verb to plain function.
 
-Exit codes: 0 done; 1 a bug or a failure while running (with its traceback); 2 a mistake of the user's, named in one
-line; 130 interrupted.
+Exit codes: 0 done; 1 a bug or a failure while running (with its traceback), or damage that `verify` found; 2 a mistake
+of the user's, named in one line; 130 interrupted.
 
 Rule: nothing heavy is imported before the verb is known, so that help appears at once.
 """
@@ -17,6 +17,7 @@ import typer
 
 from megatrain.base.errors import InterruptedRunError, UserError
 
+DAMAGED = 1
 INTERRUPTED = 130
 PURPOSE = "Train language models bigger than the GPU, all parameters, on one GPU."
 
@@ -110,7 +111,19 @@ def plan(
     run(model, options)
 
 
-VERBS: dict[str, Callable[..., None]] = {"train": train, "plan": plan, "doctor": doctor}
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(help="A checkpoint, a model, or the output folder of a run.", metavar="DIR")
+    ],
+) -> None:
+    """Check that checkpoints and models are what was written; exit code 1 if one is damaged."""
+    from megatrain.commands.verify import verify as run
+
+    if not run(folder):
+        raise typer.Exit(DAMAGED)
+
+
+VERBS: dict[str, Callable[..., None]] = {"train": train, "plan": plan, "doctor": doctor, "verify": verify}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

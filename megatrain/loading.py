@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatrain.api import init, stream
 from megatrain.base.errors import UserError, one_line
+from megatrain.base.hub import check_cached, must_be_cached
 from megatrain.load.checkpoint import damaged_file
 from megatrain.load.initial import Initialiser
 from megatrain.load.interception import loading_by
@@ -120,6 +121,7 @@ def from_config(
     with _told_plainly(config, RuntimeError):
         if not isinstance(config, PreTrainedConfig):
             trust = {name: own[name] for name in ("trust_remote_code",) if name in own}
+            keywords |= _reach_hub(config, keywords)
             config, keywords = AutoConfig.from_pretrained(config, return_unused_kwargs=True, **trust, **keywords)
         config = _without_quantisation(config)
         if dtype is not None:
@@ -140,6 +142,11 @@ def open_pretrained(path: str | os.PathLike[str], model_class: Any, **keywords: 
             raise UserError(f"{name}={keywords[name]!r} is not for a streamed model: {remedy}")
     _check_arguments(path, keywords.get("dtype"), model_class, keywords)
     loader = _Opening(path)
+    keywords |= _reach_hub(path, keywords)
+    if keywords.get("local_files_only"):
+        # transformers' auto classes look for an adapter on the Hub all the same.
+        own = {"local_files_only": True, "cache_dir": keywords.get("cache_dir")}
+        keywords["adapter_kwargs"] = own | (keywords.get("adapter_kwargs") or {})
     with _told_plainly(path), loading_by(loader):
         model = model_class.from_pretrained(path, **keywords)
     assert loader.opened is not None, f"{model_class.__name__}.from_pretrained read no weights"
@@ -194,6 +201,21 @@ def _check_arguments(path: Any, dtype: Any, model_class: Any, keywords: dict[str
     for setting in keywords.keys() & inspect.signature(init).parameters.keys():
         given = f"{setting}={keywords[setting]!r}"
         raise UserError(f"{given} is a setting of the stream: say it with mt.init({setting}=...)")
+
+
+def _reach_hub(path: str | os.PathLike[str], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords that keep transformers from retrying for half a minute where the Hub does not answer.
+
+    Raises UserError when the model is nowhere.
+    """
+    if os.path.exists(path):
+        return {}
+    name, revision = os.fspath(path), keywords.get("revision")
+    where = {"revision": revision, "cache_dir": keywords.get("cache_dir")}
+    if keywords.get("local_files_only"):
+        check_cached(name, "local_files_only=True", **where)
+        return {}
+    return {"local_files_only": True} if must_be_cached(name, token=keywords.get("token"), **where) else {}
 
 
 def _without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -309,7 +309,10 @@ def _apply(given: dict[str, Any], override: str) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     with looking_at("recipe"):
-        is_file = path.is_file()
+        is_file, is_there = path.is_file(), path.exists()
+    if is_there and not is_file:
+        kind = "a folder" if path.is_dir() else "no regular file (a pipe, a device?)"
+        raise UserError(f"recipe: {path} is {kind}; give a YAML file")
     if not is_file:
         near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.y*ml")], n=1)
         remedy = f"did you mean {path.parent / near[0]}?" if near else "check the path"

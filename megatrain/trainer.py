@@ -16,37 +16,34 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from megatrain import api
 from megatrain.arguments import check_arguments, check_model
-from megatrain.base.errors import PlanError, RefusedError, UserError
+from megatrain.base.errors import PlanError, RefusedError, StoppedRunError, UserError
 from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
-from megatrain.save.folder import check_place, whole_folder
-from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
+from megatrain.save.folder import check_place
+from megatrain.stopping import StopWhenTold
+from megatrain.trainer_checkpoints import CheckpointingTrainer
 
 logger = logging.getLogger("megatrain")
 
 Batch = dict[str, Any]
 
 
-class Trainer(transformers.Trainer):
+class Trainer(CheckpointingTrainer):
     """Takes what transformers.Trainer takes; see docs/training_arguments.md for each of the arguments.
 
     A model that is not streamed yet is streamed here, as `megatrain.stream(model)` would with `bf16=args.bf16`.
@@ -85,14 +82,38 @@ class Trainer(transformers.Trainer):
         assert engine is not None, "the model was streamed in __init__ or call_model_init"
         return engine
 
-    def train(self, *args: Any, **kwargs: Any) -> transformers.trainer_utils.TrainOutput:
-        """Train, as in transformers. Returns when the last update is done and the weights are at home."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> transformers.trainer_utils.TrainOutput:
+        """Train, as in transformers. Returns when the last update is done and the weights are at home.
+
+        With resume_from_checkpoint=True it goes on from the newest checkpoint in the output folder that is not damaged.
+        Ctrl-C and SIGTERM end the step, save a checkpoint and raise StoppedRunError, which is a SystemExit(0); a second
+        one ends it at once.
+        """
         if self.args.save_strategy != "no":
             check_place(self.args.output_dir, "output_dir")
-        output = super().train(*args, **kwargs)
+        stop = StopWhenTold()
+        self.add_callback(stop)
+        try:
+            with stop.listening():
+                output = super().train(self.sound_checkpoint(resume_from_checkpoint), *args, **kwargs)
+        finally:
+            self.remove_callback(stop)
         self.engine.wait()
         self.engine.report.finish()
+        if stop.told is not None:
+            self.say_how_to_go_on(stop.name)
+            raise StoppedRunError
         return output
+
+    def say_how_to_go_on(self, name: str) -> None:
+        """After a signal (its name) and the checkpoint."""
+        print(
+            f"megatrain: ended by {name} after step {self.state.global_step}; go on with "
+            "trainer.train(resume_from_checkpoint=True)",
+            flush=True,
+        )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh streamed model from `model_init`. The one before is given up first: two need not fit in memory."""
@@ -248,95 +269,6 @@ class Trainer(transformers.Trainer):
             return torch.tensor(self.engine.consumed_norm)
         return api.clip_grad_norm_(self.model, max_norm)
 
-    # Saving and loading
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them.
-
-        Where the optimizer keeps an average of the weights, it is saved the same way in the folder `ema` beside them.
-        """
-        target = output_dir or self.args.output_dir
-        needed_bytes = checkpoint_bytes(self.model, self.engine)
-        with whole_folder(target, keep_others=True, needed_bytes=needed_bytes) as folder:
-            self._save(str(folder))
-        if not _internal_call and getattr(self.optimizer, "ema_decay", None) is not None:
-            average = os.path.join(target, "ema")
-            with self.optimizer.ema_weights(), whole_folder(average, needed_bytes=needed_bytes) as folder:
-                self._save(str(folder))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        if state_dict is None and not isinstance(self.model, transformers.PreTrainedModel):
-            # transformers writes the state of a plain module as it is, and a file cannot hold a tied weight twice.
-            once = {name for name, _ in self.model.named_parameters()}
-            again = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
-            state_dict = {name: tensor for name, tensor in self.model.state_dict().items() if name not in again}
-        super()._save(output_dir, state_dict)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """checkpoint-STEP in the output folder, in one piece."""
-        run_dir = self._get_output_dir(trial=trial)
-        target = _checkpoint_dir(run_dir, self.state.global_step)
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        self._note_best_checkpoint(run_dir, target)
-        optimizer = None if self.args.save_only_model else self.optimizer
-        needed_bytes = checkpoint_bytes(self.model, self.engine, optimizer)
-        with whole_folder(target, needed_bytes=needed_bytes) as folder:
-            self.save_model(str(folder), _internal_call=True)
-            if not self.args.save_only_model:
-                self._save_optimizer_and_scheduler(str(folder))
-                self._save_rng_state(str(folder))
-            save_exact(self.model, self.engine, folder, is_whole=not self.args.save_only_model)
-            self._note_callback_states()
-            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(target)
-        rotate_checkpoints(
-            output_dir=run_dir,
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
-
-    def _note_best_checkpoint(self, run_dir: str, target: str) -> None:
-        if not self.state.best_global_step:
-            return
-        best = _checkpoint_dir(run_dir, self.state.best_global_step)
-        if best == target or os.path.exists(best):
-            self.state.best_model_checkpoint = best
-
-    def _note_callback_states(self) -> None:
-        states: dict[str, list[dict[str, Any]]] = {}
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                states.setdefault(type(callback).__name__, []).append(callback.state())
-        self.state.stateful_callbacks = {name: s if len(s) > 1 else s[0] for name, s in states.items()}
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME):
-            if not os.path.isfile(os.path.join(resume_from_checkpoint, name)):
-                raise UserError(
-                    f"{resume_from_checkpoint} has no {name}, so training cannot go on from it exactly (it was saved "
-                    "with save_only_model, or by something else): start a new run from its weights instead"
-                )
-        read_weights(self.model, resume_from_checkpoint)
-        read_exact(self.model, self.engine, Path(resume_from_checkpoint), required=True)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        # Mapped, not read: the saved moments need not fit beside those at home.
-        path = os.path.join(checkpoint, OPTIMIZER_NAME)
-        self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        read_weights(self.model, best)
-        read_exact(self.model, self.engine, best, required=False)
-
     # Logs of layers
 
     def _place_layer_reports(self) -> None:
@@ -394,7 +326,3 @@ def _streamed(model: nn.Module, args: transformers.TrainingArguments, dataset: A
         args.dataloader_pin_memory = False  # it helps copies to a GPU alone; without one torch warns of it
     args.__dict__["_setup_devices"] = engine.device  # the cached value behind args.device
     return model
-
-
-def _checkpoint_dir(run_dir: str, step: int) -> str:
-    return os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")

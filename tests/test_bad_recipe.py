@@ -229,6 +229,14 @@ def test_a_path_that_may_not_be_looked_at(
     assert key in err and "locked/inside" in err and "Permission denied" in err
 
 
+def test_a_path_that_is_there_and_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for name, kind in (("pipe.yaml", "a pipe"), ("folder.yaml", "is a folder")):
+        code, _, errors = command(capsys, "train", tmp_path / name)
+        assert code == 2 and kind in errors and "did you mean" not in errors
+
+
 def test_a_file_that_may_not_be_read(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

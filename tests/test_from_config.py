@@ -170,7 +170,7 @@ def test_a_parameter_without_a_value_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("config", "keywords", "message"),
     [
-        ("no/such/place/at-all", {}, "no/such/place/at-all cannot be loaded"),
+        ("no/such/place/at-all", {}, "no/such/place/at-all: there is no such folder"),
         (LlamaConfig(**WIDE), {"seed": "0"}, "seed='0' must be a whole number"),
         (LlamaConfig(**WIDE), {"no_such_argument": 1}, "config of a LlamaConfig.*no_such_argument"),
         (AutoConfig.for_model("vit"), {}, "cannot be loaded.*ViTConfig"),

@@ -162,7 +162,7 @@ def test_the_base_model_s_files_and_a_head_that_is_missing(tmp_path: Path, caplo
     whole.model.save_pretrained(tmp_path, max_shard_size=BYTES)
     torch.manual_seed(5)
     model = load(tmp_path)
-    assert "1 weights are not in the checkpoint and were initialised anew: lm_head.weight" in caplog.text
+    assert "1 weight is not in the checkpoint and was initialised anew: lm_head.weight" in caplog.text
     state = model.state_dict()
     assert_equal(
         {name: value for name, value in state.items() if name != "lm_head.weight"},
@@ -193,7 +193,7 @@ def test_unexpected_weights_are_named(saved: Callable[..., Path], caplog: pytest
     shard = shards(folder)[0]
     save_file(load_file(shard) | {"vision.tower": torch.ones(2)}, shard, {"format": "pt"})
     assert_like_plain(folder)
-    assert "1 weights in the checkpoint are not in the model and were left out: vision.tower" in caplog.text
+    assert "1 weight in the checkpoint is not in the model and was left out: vision.tower" in caplog.text
 
 
 def test_other_shapes_are_named(saved: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import engine_of
 from megatrain.optim.formula import AdamWScalars, adamw_
+from megatrain.plan.placement import Place
 
 MIXED = {"model.embed_tokens": "hbm", "model.layers.0": "hbm", "model.layers.1": "stream"}
 RACES = {"poison": True, "lane_delay_seconds": 0.002}
@@ -34,6 +35,17 @@ def test_no_result_depends_on_the_place(precision: str, compression: bool | str,
     for places in (None, "hbm", "stream", MIXED):
         assert_same(trained(StreamOptions(places=places, **RACES), **settings), truth)
     assert_same(trained(StreamOptions(serial=True, places=MIXED), **settings), truth)
+
+
+@pytest.mark.parametrize("clip", ["global", "layer"])
+@pytest.mark.parametrize("place", ["stream", "hbm", Place(moments="hbm", update="device")])
+@pytest.mark.parametrize("others", [{}, {"model.layers.1": "hbm"}])
+def test_what_is_in_no_layer_is_updated_on_the_device_too(others: dict, place: str | Place, clip: str) -> None:
+    settings = {"precision": "bf16", "clip": clip}
+    truth = trained(StreamOptions(serial=True), **settings)
+    places = {"resident": place, **others}
+    assert_same(trained(StreamOptions(serial=True, places=places), **settings), truth)
+    assert_same(trained(StreamOptions(places=places, **RACES), **settings), truth)
 
 
 @pytest.mark.parametrize("options", [{"num_slots": 1, "max_drains": 1}, {"num_slots": 5, "max_drains": 4}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.base.errors import UserError
+from megatrain.base.paths import dead_link, fixed_path, user_path
 from megatrain.base.units import GB
 
 PRECISIONS = ("fp32", "bf16")
@@ -146,6 +148,13 @@ class Config:
                 raise UserError(f"offload_dir={folder!r} must be the path of a folder, or None")
             if os.path.exists(path) and not os.path.isdir(path):
                 raise UserError(f"offload_dir={path!r} is a file: give a folder")
+            if link := dead_link(user_path(path, "offload_dir")):
+                raise UserError(f"offload_dir={path!r}: {link}; give a folder, or make what it names")
+
+    def fixed(self) -> Config:
+        """The same, with whole paths: the folders are those of now, wherever the process goes."""
+        folders = [str(fixed_path(folder, "offload_dir")) for folder in self.offload_folders]
+        return dataclasses.replace(self, offload_dir=folders or None)
 
     @property
     def max_vram_bytes(self) -> int | None:

@@ -23,6 +23,13 @@ class InterruptedRunError(RuntimeError):
     """The user stopped a run (Ctrl-C). The message says how to go on."""
 
 
+class StoppedRunError(SystemExit):
+    """A signal ended a run behind a checkpoint: the process ends with 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 class DiskError(RuntimeError):
     """A disk failed in the middle of a run, after retries. The message names folder, place and errno."""
 

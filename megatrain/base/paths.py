@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,36 @@ def user_path(text: str | os.PathLike[str], setting: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"{setting}: {text} names the home of nobody here; write the whole path") from error
+
+
+def fixed_path(text: str | os.PathLike[str], setting: str) -> Path:
+    """The whole path, as it is now: what changes the working directory afterwards moves it no more.
+
+    Raises UserError for one that is relative to nothing, or to the home of nobody.
+    """
+    path = user_path(text, setting)
+    try:
+        return path if path.is_absolute() else Path.cwd() / path
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{setting}={os.fspath(text)!r} is relative to a working directory that is gone: give the whole path"
+        ) from error
+
+
+def dead_link(path: Path) -> str:
+    """`PATH is a symbolic link (to TARGET) that leads nowhere`, for `path` or what is above it; else empty."""
+    for link in (path, *path.parents):
+        if os.path.islink(link) and _leads_nowhere(link):
+            return f"{link} is a symbolic link (to {os.readlink(link)}) that leads nowhere"
+    return ""
+
+
+def _leads_nowhere(link: Path) -> bool:
+    try:
+        os.stat(link)
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ELOOP)
+    return False
 
 
 def existing_parent(folder: Path) -> Path:

@@ -12,27 +12,21 @@ from pathlib import Path
 
 from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, user_path
+from megatrain.save.checkpoints import check_sound, checkpoints_in, newest_sound
 from megatrain.save.folder import WEIGHT_NAMES
 
 KEY = "training.resume_from_checkpoint"
 STATE_NAME = "trainer_state.json"
 _NEEDED_NAMES = (STATE_NAME, "optimizer.pt", "scheduler.pt")
-_PREFIX = "checkpoint-"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the last step last."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and _step_text(path).isdecimal()]
-    return sorted(found, key=lambda path: int(_step_text(path)))
 
 
 def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
     """The checkpoint to go on from; None for a new run.
 
     Args:
-        given: the value of training.resume_from_checkpoint; true means the last one in `output_dir`.
+        given: the value of training.resume_from_checkpoint; true means the last one in `output_dir` that is sound.
 
-    Raises UserError: no such folder, or a folder from which training cannot go on.
+    Raises UserError: no such folder, or a folder from which training cannot go on, or whose files are damaged.
     """
     if given is None or given is False:
         return None
@@ -50,7 +44,7 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
                 f"{KEY}: there is no checkpoint in output.dir ({output_dir}); leave it out to start anew, or give "
                 "the folder of a checkpoint"
             )
-        folder = known[-1]
+        folder = newest_sound(known, KEY)
     else:
         folder = user_path(given, KEY)
         if not folder.is_dir():
@@ -65,6 +59,8 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
             f"{KEY}: {folder} has no {missing[0]}, so training cannot go on from it (it is no checkpoint, or was saved "
             f"with save_only_model); {remedy}, or start a new run with model.name={folder}"
         )
+    if given is not True:
+        check_sound(folder, KEY)
     return folder
 
 
@@ -108,7 +104,3 @@ def _remedy(known: Sequence[Path], folder: Path) -> str:
     if not known:
         return f"there are no checkpoints in {folder}"
     return f"checkpoints in {folder}: {', '.join(path.name for path in known)}"
-
-
-def _step_text(path: Path) -> str:
-    return path.name.removeprefix(_PREFIX)

@@ -56,6 +56,9 @@ class CountingTrainer(Trainer):
         self._counted_flops += counted_flops(self._model_work, lengths)
         return batches, num_items
 
+    def say_how_to_go_on(self, name: str) -> None:
+        """Nothing: the command does."""
+
     def work(self) -> Work:
         """What was done so far."""
         return Work(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.base.errors import InterruptedRunError
+from megatrain.base.errors import InterruptedRunError, StoppedRunError
 from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> None:
     """Runs a recipe, or rehearses it.
 
-    Raises UserError, before any work, for a recipe that cannot run; InterruptedRunError after Ctrl-C.
+    Ctrl-C and SIGTERM end it behind a checkpoint. Raises UserError, before any work, for a recipe that cannot run;
+    InterruptedRunError after Ctrl-C where nothing trains yet, or a second one.
     """
     recipe = load_recipe(recipe_file, overrides)
     from megatrain.commands.check import check_before_work  # torch and transformers: only once the recipe is right
@@ -49,6 +50,8 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
     start = time.time()
     try:
         _run(recipe, arguments, console, checkpoint)
+    except StoppedRunError:
+        print_fact(console, "stopped", how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start))
     except KeyboardInterrupt:
         told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start)
         raise InterruptedRunError(told) from None

@@ -32,6 +32,10 @@ class RngState:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), on_device)
 
+    def equals(self, other: RngState) -> bool:
+        is_same_on_device = self.device is None or torch.equal(self.device, other.device)
+        return is_same_on_device and torch.equal(self.cpu, other.cpu)
+
     def set(self, device: torch.device) -> None:
         torch.set_rng_state(self.cpu)
         if self.device is not None:

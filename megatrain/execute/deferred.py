@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,17 +34,23 @@ _SILENT = METADATA | {
 """Functions that are answered without the value."""
 
 
+class Source(Protocol):
+    """Makes values (see `load/units.py`)."""
+
+    def __call__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def restart(self, names: Iterable[str]) -> None: ...
+
+
 class DeferredWeights:
     """The weights of one model that have not been read yet.
 
     Args:
-        source: (name, shape, dtype) -> value, once a name.
+        source: (name, shape, dtype) -> value, once a name, until it is told to begin again with names.
         units: name -> the unit that it is made with; a unit is read as a whole.
     """
 
-    def __init__(
-        self, source: Callable[[str, torch.Size, torch.dtype], torch.Tensor], units: Mapping[str, Hashable]
-    ) -> None:
+    def __init__(self, source: Source, units: Mapping[str, Hashable]) -> None:
         self._source = source
         self._units = units
         self._left: dict[Hashable, list[DeferredParameter]] = {}
@@ -64,15 +71,24 @@ class DeferredWeights:
             unit = self._units[parameter._name]
             self._check_room(self._left[unit])
             for one in list(self._left[unit]):
-                self.take(one, lambda value: value)
+                self.copy_to(one, functools.partial(self.become, one))
 
-    def take(self, parameter: DeferredParameter, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Read one value; the parameter becomes a plain one of what `keep` returns for it."""
+    def copy_to(self, parameter: DeferredParameter, write: Callable[[torch.Tensor], Any]) -> None:
+        """Read one value and hand it to `write`."""
         with self._lock, _plain_mode():
-            value = self._source(parameter._name, parameter.shape, parameter.dtype)
-            _become(parameter, keep(value))
-            left = self._left[self._units[parameter.__dict__.pop("_name")]]
-            left[:] = [one for one in left if one is not parameter]
+            write(self._source(parameter._name, parameter.shape, parameter.dtype))
+
+    def become(self, parameter: DeferredParameter, value: torch.Tensor) -> None:
+        """The parameter is a plain one of `value` from now on."""
+        with self._lock, _plain_mode():
+            unit = self._units[parameter._name]
+            _become(parameter, value)
+            self._left[unit][:] = [one for one in self._left[unit] if one is not parameter]
+
+    def restart(self) -> None:
+        """What was copied is asked for once more."""
+        with self._lock:
+            self._source.restart(one._name for ones in self._left.values() for one in ones)
 
     def _check_room(self, parameters: list[DeferredParameter]) -> None:
         needed_bytes = sum(_num_bytes(one) for one in parameters)
@@ -114,14 +130,13 @@ class DeferredParameter(nn.Parameter):
         """Become a plain parameter with its value, and with it all of its layer."""
         self._weights.read(self)
 
-    def take(self, write: Callable[[torch.Tensor], Any]) -> None:
-        """Hand the value to `write` and become an empty plain parameter: the value lives elsewhere from now on."""
+    def copy_to(self, write: Callable[[torch.Tensor], Any]) -> None:
+        """Hand the value to `write`, and keep none. Once, but after `restart_deferred`."""
+        self._weights.copy_to(self, write)
 
-        def keep(value: torch.Tensor) -> torch.Tensor:
-            write(value)
-            return torch.empty(0, dtype=value.dtype)
-
-        self._weights.take(self, keep)
+    def leave(self) -> None:
+        """Become an empty plain parameter: the value lives elsewhere from now on."""
+        self._weights.become(self, torch.empty(0, dtype=self.dtype))
 
     @property
     def device(self) -> torch.device:
@@ -159,11 +174,18 @@ def read_deferred(model: nn.Module) -> None:
             parameter.read()
 
 
+def restart_deferred(model: nn.Module) -> None:
+    """Whoever copied values of `model` has failed, and is about to ask again."""
+    deferred = {one._weights for one in model.parameters() if isinstance(one, DeferredParameter)}
+    for weights in deferred:
+        weights.restart()
+
+
 def _become(parameter: DeferredParameter, value: torch.Tensor) -> None:
     """The same object is a plain parameter afterwards, so whoever holds it (an optimizer, a tied module) has it."""
     real = nn.Parameter(value, requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
-    del real.__dict__["_weights"]
+    del real.__dict__["_weights"], real.__dict__["_name"]
     torch.utils.swap_tensors(parameter, real)
 
 

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from megatrain.base.errors import RefusedError, UserError
-from megatrain.execute.deferred import DeferredParameter
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.guard import protect
 from megatrain.execute.layer import StreamedLayer, stream_module
+from megatrain.execute.moving import Initialize, check_not_moved
 from megatrain.execute.parameters import COPY_REMEDY, HomeParameter, HomeView
 from megatrain.spec.discover import FoundLayer, parameter_uses
 from megatrain.spec.homes import HomePlan
-from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 
 REFUSED = {
@@ -36,8 +35,6 @@ REFUSED = {
     "compile": "it would trace through the streaming of layers; say mt.init(compile=True) before mt.stream",
 }
 """Method of a streamed model -> what to do instead."""
-
-Initialize = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
 class StreamedModel(nn.Module):
@@ -190,38 +187,7 @@ def check_model(model: nn.Module, initialize: Initialize | None) -> None:
             raise UserError(
                 f"{name} is streamed already: call mt.stream once, on the whole model (wrap it, or apply peft, before)"
             )
-
-
-def move_home(model: nn.Module, plan: HomePlan, home: Home, initialize: Initialize | None) -> None:
-    """Copy the plan's weights into `home`, one by one, freeing each original as soon as it is copied."""
-    done = set()
-    for use in parameter_uses(model):
-        field = plan.parameters.get(id(use.parameter))
-        if field is None or field in done:
-            continue
-        done.add(field)
-        if isinstance(use.parameter, DeferredParameter):
-            use.parameter.take(functools.partial(home.write, field))
-            use.parameter.went_home = True
-            continue
-        if use.parameter.device.type == "meta":
-            assert initialize is not None
-            home.write(field, _initial_value(field, initialize))
-            continue
-        home.write(field, use.parameter.data)
-        use.parameter.data = torch.empty(0, dtype=field.saved_dtype, device=use.parameter.device)
-        use.parameter.grad = None
-        # An optimizer that was made before holds this one, and would update nothing.
-        use.parameter.went_home = True
-    home.version = 0
-
-
-def _initial_value(field: Field, initialize: Initialize) -> torch.Tensor:
-    value = initialize(field.name, torch.Size(field.shape), field.saved_dtype)
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != field.shape:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise UserError(f"initialize({field.name!r}, ...) returned {got}: it must return a tensor of {field.shape}")
-    return value
+    check_not_moved(model)
 
 
 def replace_parameters(model: nn.Module, engine: Engine, plans: list[HomePlan], homes: list[Home]) -> None:

@@ -77,6 +77,7 @@ class Run(greenlet.greenlet):
         self._seed = seed
         # A single micro-batch (no seed) draws from the global generator and leaves its mark there.
         self._owns_rng = seed is not None
+        self._seeded: RngState | None = None
         self._state = self._get_state()
 
     def resume(self) -> None:
@@ -115,6 +116,12 @@ class Run(greenlet.greenlet):
             of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
             self.kept = _Kept(call, differentiable[0].grad_fn, of_inputs)
 
+    @property
+    def has_drawn(self) -> bool:
+        """Its forward so far has used random numbers of its own."""
+        rng = self._state.rng
+        return self._seeded is None or rng is None or not rng.equals(self._seeded)
+
     def drop_kept(self) -> None:
         """A graph kept for a layer that was not the last after all would read a refilled slot. Recompute instead."""
         if self.kept is not None:
@@ -123,6 +130,7 @@ class Run(greenlet.greenlet):
     def _main(self) -> None:
         if self._seed is not None:
             torch.manual_seed(self._seed)
+            self._seeded = RngState.get(self._device)
         self.loss = self._thunk()
 
     def _get_state(self) -> _State:
@@ -152,7 +160,9 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
     if not thunks:
         return []
     # A single micro-batch draws from the global generator as plain training does; several get a seed each.
+    before = torch.get_rng_state()
     seeds = [None] if len(thunks) == 1 else torch.randint(2**62, (len(thunks),)).tolist()
+    after = torch.get_rng_state()
     runs = [Run(engine, thunk, seed) for thunk, seed in zip(thunks, seeds, strict=True)]
     try:
         engine.passes.hold()
@@ -161,6 +171,10 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
         _backward(roots)
         engine.passes.end()
         runs[-1].attributes.enter()
+        # Seeds that nobody used, and nothing else was drawn: as after plain training, for whoever draws next (an order
+        # of data).
+        if torch.equal(torch.get_rng_state(), after) and not any(run.has_drawn for run in runs):
+            torch.set_rng_state(before)
     except BaseException:
         engine.is_collecting = False
         engine.passes.abandon()

@@ -33,7 +33,7 @@ def make_transport(
     rings = _rings(homes, memory, device, options) if placement.config.clip == "layer" else None
     streamed = [home for home in homes if home is not resident]
     window, reader = _disk(streamed, memory, placement)
-    return LaneStream(streamed, block_bytes, device, options, rings, window, reader)
+    return LaneStream(streamed, block_bytes, device, options, rings, window, reader, resident)
 
 
 def _disk(homes: list[Home], memory: HostMemory, placement: Placement) -> tuple[DiskWindow | None, WeightReader | None]:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megatrain.base.errors import UserError
+from megatrain.base.units import format_number
 from megatrain.load.checkpoint import Checkpoint
 from megatrain.load.initial import Initialiser
 from megatrain.load.units import WeightSource, names_of
@@ -62,8 +63,8 @@ class OpenedCheckpoint:
         reported = self.info.missing_and_mismatched()
         shown = {first for first in missing if not reported.isdisjoint(names_by_first[first])}
         buffers = self.info.missing_keys - {name for names in names_by_first.values() for name in names}
-        self._warn("are not in the checkpoint and were initialised anew", shown | buffers)
-        self._warn("in the checkpoint are not in the model and were left out", self.info.unexpected_keys)
+        self._warn("{are} not in the checkpoint and {were} initialised anew", shown | buffers)
+        self._warn("in the checkpoint {are} not in the model and {were} left out", self.info.unexpected_keys)
         if not missing:
             return WeightSource(self._model, [self._checkpoint])
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
@@ -91,4 +92,6 @@ class OpenedCheckpoint:
             shown = sorted(names)
             more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
             listed = ", ".join(shown[:_SHOWN_NAMES])
-            logger.warning("%s: %d weights %s: %s%s", self._path, len(shown), what, listed, more)
+            are, were = ("is", "was") if len(shown) == 1 else ("are", "were")
+            told = f"{format_number(len(shown), 'weight')} {what.format(are=are, were=were)}"
+            logger.warning("%s: %s: %s%s", self._path, told, listed, more)

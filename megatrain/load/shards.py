@@ -106,6 +106,8 @@ class ReadAhead:
 
     def take(self, unit: str) -> dict[str, torch.Tensor]:
         """The tensors of a unit by key. Raises UserError when a file cannot be read."""
+        if any(future.done() and future.exception() for future in self._started.get(unit, {}).values()):
+            del self._started[unit]  # announced to somebody who gave up, long ago perhaps: its file may be whole by now
         self.announce(unit)
         return {key: future.result() for key, future in self._started.pop(unit).items()}
 

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,7 @@ class WeightSource:
 
     def __init__(self, model: nn.Module, makers: list[Maker]) -> None:
         self.done: Callable[[], Any] = lambda: None
-        """Called whenever a unit was made."""
+        """Called whenever a unit was made for the first time."""
         self._canonical: dict[str, str] = {}
         self._origin: dict[str, tuple[Maker, str]] = {}
         self._ready: dict[str, torch.Tensor] = {}
@@ -69,6 +69,8 @@ class WeightSource:
             self._canonical[found[0][1]] = canonical
         self._order = dict.fromkeys(self.unit_of(name) for name in self._origin)
         """Units that have not been made, in the order of the model."""
+        self._told: set[tuple[int, str | None]] = set()
+        """Units of which `done` heard."""
 
     @property
     def num_units(self) -> int:
@@ -92,8 +94,16 @@ class WeightSource:
             _give_back_freed()
             made = maker.make(maker.unit_of(alias), self._following(name))
             self._ready |= {self._canonical[key]: value for key, value in made.items() if key in self._canonical}
-            self.done()
+            if self.unit_of(name) not in self._told:
+                self._told.add(self.unit_of(name))
+                self.done()
         return self._ready.pop(name)
+
+    def restart(self, names: Iterable[str]) -> None:
+        """Whoever asked has failed, and will ask for all of `names` anew."""
+        self._ready.clear()
+        wanted = {self.unit_of(name) for name in names}
+        self._order = {unit: None for unit in map(self.unit_of, self._origin) if unit in wanted}
 
 
 def _give_back_freed() -> None:

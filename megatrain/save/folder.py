@@ -1,9 +1,8 @@
 """Folders that appear only when they are complete.
 
-Rule: everything is written first, on the disk of the target, and takes its place by renaming. What it replaces is
-moved aside before and deleted after. So a process that is killed at any moment leaves a hidden folder and never a
-target that looks complete, and an error puts back what was there. It guards against a killed process; against a power
-cut the files would have to be synced too, which is not done here.
+Rule: everything is written first, on the disk of the target, synced, and takes its place by renaming. What it replaces
+is moved aside before and deleted after. So a process that is killed, or a machine that loses power, at any moment
+leaves a hidden folder and never a target that looks complete, and an error puts back what was there.
 """
 
 from __future__ import annotations
@@ -70,14 +69,36 @@ def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, n
         _check_space(staging, needed_bytes)
         with _full_disk_named(staging):
             yield staging
+            _sync(staging)
         if is_inside:
             _merge(staging, target, old, _replaced(staging, target, keep_others))
         else:
             _replace(staging, target, old)
+        for folder in (target, target.parent):
+            _sync_one(folder)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Until the disk has all that was written in `folder`."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if not path.is_symlink():
+            _sync_one(path)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # file systems that sync in their own way
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _beside(target: Path, ending: str, is_inside: bool) -> Path:

@@ -11,6 +11,7 @@ import errno
 import logging
 import mmap
 import os
+import resource
 import secrets
 import threading
 import time
@@ -20,6 +21,7 @@ import psutil
 
 from megatrain.base.errors import DiskError, UserError
 from megatrain.base.mounts import file_system_of
+from megatrain.base.paths import dead_link
 from megatrain.base.units import format_bytes
 from megatrain.store.disk_calls import DiskCalls
 from megatrain.store.disk_lock import hold_folder
@@ -32,6 +34,7 @@ NUM_RETRIES = 5
 FIRST_PAUSE_SECONDS = 0.02
 """Before the first retry of a call; each further pause is twice as long."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_PERMANENT = {*_FULL, errno.EFBIG}
 _NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP}
 _NO_NAMELESS_FILES = {*_NOT_SUPPORTED, errno.EISDIR, errno.ENOENT}
 
@@ -61,9 +64,10 @@ class DiskFile:
             self._fd, self.is_direct = self._open()
             self._name_memory()
         except OSError as error:
+            link = dead_link(folder)
+            remedy = _too_large(error) or "give offload_dir a folder that can be written and has space"
             raise UserError(
-                f"{folder} cannot be used for files of homes ({error.strerror}): give offload_dir a folder that can be "
-                "written and has space"
+                f"{folder} cannot be used for files of homes ({link or error.strerror}): {remedy}"
             ) from error
 
     @property
@@ -97,10 +101,13 @@ class DiskFile:
             self._calls.reserve(self.fd, offset, num_bytes)
         except OSError as error:
             self.shrink(offset)  # a full disk has reserved what there was, and would report nothing free
+            what = f"{self.folder}: cannot reserve {format_bytes(num_bytes)} ({error.strerror})"
+            if remedy := _too_large(error):
+                raise UserError(f"{what}: {remedy}") from error
             free_bytes = psutil.disk_usage(str(self.folder)).free
             raise UserError(
-                f"{self.folder}: cannot reserve {format_bytes(num_bytes)} ({error.strerror}), "
-                f"{format_bytes(free_bytes)} are free: make room there, or give offload_dir a folder on a larger disk"
+                f"{what}, {format_bytes(free_bytes)} are free: make room there, or give offload_dir a folder on a "
+                "larger disk"
             ) from error
         self.end = offset + num_bytes
         return offset
@@ -142,7 +149,7 @@ class DiskFile:
             moved, error = self._call(view[done:], offset + done, is_write)
             done += moved
             num_failures = 0 if moved else num_failures + 1
-            if num_failures > NUM_RETRIES or (error is not None and error.errno in _FULL):
+            if num_failures > NUM_RETRIES or (error is not None and error.errno in _PERMANENT):
                 raise self._failure(error, offset + done, len(view) - done, is_write) from error
             if num_failures:
                 self.num_retries += 1
@@ -168,6 +175,8 @@ class DiskFile:
         code = "the file ends there" if error is None else f"errno {error.errno}, {error.strerror}"
         if error is not None and error.errno in _FULL:
             way_out = "this file system does not keep what it reserved (copy on write, or a quota): make room"
+        elif error is not None and error.errno == errno.EFBIG:
+            way_out = _too_large(error)
         else:
             way_out = "look into the kernel's log and replace the disk, or give offload_dir another folder"
         return DiskError(f"{self.folder}: could not {what} {num_bytes} bytes at offset {offset} ({code}): {way_out}")
@@ -232,3 +241,13 @@ class DiskFile:
                 self.folder,
                 kind,
             )
+
+
+def _too_large(error: OSError) -> str:
+    """What to do about a file that may not be as large as it would have to be; empty for another error."""
+    if error.errno != errno.EFBIG:
+        return ""
+    largest_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest_bytes == resource.RLIM_INFINITY:
+        return "its file system has no larger files: give offload_dir another folder, or several on several disks"
+    return f"files of this process may have {format_bytes(largest_bytes)} at most: raise it, `ulimit -f unlimited`"

@@ -47,6 +47,7 @@ class LaneStream:
         rings: bounded slabs for gradients that are not kept, by type of the device where they lie. None: homes keep
             their gradients in slabs of their own.
         window, reader: of states and weights on disk, where there are any. The window is the `disk update` lane's.
+        resident: the home that is updated as the others are, but never acquired.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LaneStream:
         rings: Mapping[str, SlabRing] | None = None,
         window: DiskWindow | None = None,
         reader: WeightReader | None = None,
+        resident: Home | None = None,
     ) -> None:
         self.device = device
         self.window = window
@@ -82,7 +84,7 @@ class LaneStream:
         if window is not None:
             self._disk_update = Lane("disk update", torch.device("cpu"), delay_seconds=delay_seconds)
             self._update_lanes.append(self._disk_update)
-        if any(home.place.update == "device" for home in homes):
+        if any(home is not None and home.place.update == "device" for home in (*homes, resident)):
             self._device_update = Lane("update", device, delay_seconds=delay_seconds)
             self._update_lanes.append(self._device_update)
         self._reader = reader

@@ -1,0 +1,78 @@
+"""`megatrain verify`: whether checkpoints and models are what was written.
+
+Rule: torch is not imported here, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatrain.base.errors import UserError
+from megatrain.base.paths import looking_at, user_path
+from megatrain.base.units import format_bytes, format_number
+from megatrain.commands.console import make_console, print_fact, print_warning
+from megatrain.save.checkpoints import checkpoints_in, damage_of, has_manifest
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def verify(folder: Path) -> bool:
+    """Check a checkpoint, a model, or all checkpoints of a run and its model. Returns whether all are sound.
+
+    Raises UserError for a folder without either.
+    """
+    folder = user_path(folder, "DIR")
+    with looking_at("DIR"):
+        if not folder.is_dir():
+            raise UserError(f"DIR: no such folder: {folder} (looked from {Path.cwd()})")
+        found = checkpoints_in(folder)
+        if has_manifest(folder) or any(folder.glob("*.safetensors")):
+            found.append(folder)
+    if not found:
+        raise UserError(f"DIR: {folder} holds no checkpoint and no model (*.safetensors)")
+    console = make_console()
+    console.rule(f"[bold]megatrain verify[/] {folder}", align="left")
+    is_sound = True
+    for one in found:
+        damage = damage_of(one) or unreadable_in(one)
+        is_sound &= not damage
+        name = "." if one == folder else one.name
+        if damage:
+            print_warning(console, f"{name} is damaged: " + "; ".join(damage))
+        else:
+            print_fact(console, name, _praise(one))
+    return is_sound
+
+
+def unreadable_in(folder: Path) -> list[str]:
+    """What is wrong with weights as far as their own headers tell: files cut short, shards or tensors that lack."""
+    from safetensors import SafetensorError, safe_open
+
+    damage, names = [], {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names[path.name] = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            damage.append(f"{path.name} cannot be read ({error})")
+    index = folder / INDEX_NAME
+    if index.is_file() and not damage:
+        try:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            lacking = sorted(name for name, shard in places.items() if name not in names.get(shard, ()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return [f"{INDEX_NAME} cannot be read ({error})"]
+        if lacking:
+            damage.append(f"{lacking[0]} and {len(lacking) - 1} more weights of {INDEX_NAME} are in no file")
+    return damage
+
+
+def _praise(folder: Path) -> str:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    if not has_manifest(folder):
+        paths = list(folder.glob("*.safetensors"))
+    size = f"{format_number(len(paths), 'file')}, {format_bytes(sum(path.stat().st_size for path in paths))}"
+    if has_manifest(folder):
+        return f"sound: every file is what was written ({size})"
+    return f"can be read ({size} of weights); there is no manifest, so nobody knows whether bits have changed"

@@ -1,0 +1,211 @@
+"""Checkpoints are what was written, or the damage is named; a signal ends a run behind one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_helpers import arguments, assert_equal_weights, llama, rows, train, weights
+from transformers import TrainerCallback
+
+import megatrain as mt
+from megatrain import cli
+from megatrain.base.errors import StoppedRunError, UserError
+from megatrain.save.checkpoints import MANIFEST_NAME, checkpoints_in, damage_of, write_manifest
+from megatrain.save.folder import whole_folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with the checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("run")
+    train(mt.Trainer, folder, save_strategy="steps", save_steps=2)
+    assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    return folder
+
+
+@pytest.fixture
+def run(run_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run_folder, tmp_path / "run"))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE = [
+    (flip_a_bit, "{} has changed since it was written"),
+    (cut_short, "{} has .* bytes and should have "),
+    (Path.unlink, "{} is missing"),
+]
+NAMES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("harm", "told"), DAMAGE)
+def test_damage_is_found_and_named(run: Path, name: str, harm: Callable[[Path], Any], told: str) -> None:
+    folder = run / "checkpoint-6"
+    assert damage_of(folder) == []
+    harm(folder / name)
+    (damage,) = damage_of(folder)
+    assert damage.startswith(name)
+    with pytest.raises(UserError, match=f"resume_from_checkpoint: .*checkpoint-6 is damaged: {told.format(name)}"):
+        mt.Trainer(llama(), arguments(run), train_dataset=rows()).train(resume_from_checkpoint=str(folder))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "files": {"a": {}}}', '{"format": 9}'])
+def test_a_manifest_that_is_none_is_damage(run: Path, text: str) -> None:
+    (run / "checkpoint-6" / MANIFEST_NAME).write_text(text)
+    (damage,) = damage_of(run / "checkpoint-6")
+    assert damage.startswith(MANIFEST_NAME)
+
+
+def test_files_that_came_later_are_no_damage(run: Path) -> None:
+    (run / "checkpoint-6" / "notes.txt").write_text("the best one so far")
+    assert damage_of(run / "checkpoint-6") == []
+
+
+def test_the_newest_sound_checkpoint_is_gone_on_from(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip_a_bit(run / "checkpoint-6" / "model.safetensors")
+    (run / "checkpoint-4" / "optimizer.pt").unlink()
+    trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-6 is damaged (model.safetensors has changed since it was written): going on from" in caplog.text
+    assert "checkpoint-4 is damaged (optimizer.pt is missing): going on from checkpoint-2" in caplog.text
+    whole, _ = train(mt.Trainer, run / "again")
+    assert_equal_weights(weights(trainer.model), weights(whole.model))
+
+
+def test_where_all_are_damaged_nothing_is_gone_on_from(run: Path) -> None:
+    for folder in checkpoints_in(run):
+        cut_short(folder / "optimizer.pt")
+    trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
+    with pytest.raises(UserError, match=r"every checkpoint is damaged; the last, .*checkpoint-6: optimizer\.pt"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+# megatrain verify
+
+
+def test_verify_tells_of_every_checkpoint(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.run_command(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("sound: every file is what was written") == 3
+    flip_a_bit(run / "checkpoint-4" / "rng_state.pth")
+    assert cli.run_command(["verify", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert told.count("sound: ") == 2
+    assert "checkpoint-4 is damaged: rng_state.pth has changed since it was written" in told
+
+
+def test_verify_of_a_model_without_manifest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    llama().save_pretrained(tmp_path, max_shard_size="8KB")
+    assert cli.run_command(["verify", str(tmp_path)]) == 0
+    assert "there is no manifest, so nobody knows whether bits have changed" in capsys.readouterr().out
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    kept = shards[1].read_bytes()
+    cut_short(shards[1])
+    assert cli.run_command(["verify", str(tmp_path)]) == 1
+    assert f"{shards[1].name} cannot be read" in capsys.readouterr().out
+    shards[1].write_bytes(kept)
+    shards[0].unlink()
+    assert cli.run_command(["verify", str(tmp_path)]) == 1
+    assert "more weights of model.safetensors.index.json are in no file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "told"), [("nowhere", "no such folder"), (".", "holds no checkpoint and no model")])
+def test_verify_of_nothing(
+    given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run_command(["verify", given]) == 2
+    assert told in capsys.readouterr().err.replace("\n", " ")
+
+
+# Power cuts
+
+
+def test_everything_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def noted_rename(source: Any, target: Any) -> None:
+        events.append(("rename", str(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    with whole_folder(tmp_path / "target") as staging:
+        (staging / "inner").mkdir()
+        (staging / "inner" / "a").write_text("a")
+        (staging / "b").write_text("b")
+        write_manifest(staging)
+    renamed = events.index(("rename", str(staging)))
+    written = {str(staging), *(f"{staging}/{name}" for name in ("inner", "inner/a", "b", MANIFEST_NAME))}
+    assert {path for what, path in events[:renamed] if what == "sync"} == written
+    assert ("sync", str(tmp_path)) in events[renamed:]
+
+
+# Signals
+
+
+class Signalled(TrainerCallback):
+    """Sends a signal in the middle of a step."""
+
+    def __init__(self, number: signal.Signals, at: int) -> None:
+        self.number, self.at = number, at
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_ended_by_a_signal_goes_on_bit_for_bit(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole, _ = train(mt.Trainer, tmp_path / "whole", llama(attention_dropout=0.2))
+    before = signal.getsignal(number)
+    ended = mt.Trainer(
+        llama(attention_dropout=0.2),
+        arguments(tmp_path / "ended", save_only_model=True),
+        train_dataset=rows(),
+        callbacks=[Signalled(number, at=2)],
+    )
+    with pytest.raises(StoppedRunError) as stopped:
+        ended.train()
+    assert stopped.value.code == 0
+    assert signal.getsignal(number) == before
+    assert "after step 3; go on with trainer.train(resume_from_checkpoint=True)" in capsys.readouterr().out
+    assert [path.name for path in checkpoints_in(tmp_path / "ended")] == ["checkpoint-3"]
+    resumed = mt.Trainer(llama(attention_dropout=0.2), arguments(tmp_path / "ended"), train_dataset=rows())
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_somebody_elses_handler_stays_theirs(tmp_path: Path) -> None:
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        trainer = mt.Trainer(
+            llama(), arguments(tmp_path), train_dataset=rows(), callbacks=[Signalled(signal.SIGTERM, at=1)]
+        )
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    assert trainer.state.global_step == trainer.state.max_steps
