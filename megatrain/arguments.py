@@ -261,6 +261,19 @@ TABLE: dict[str, Row] = {
 }
 
 
+def check_model(model: object) -> None:
+    """Raises UserError for what is no module. None: `model_init` will make one."""
+    from torch import nn
+
+    if model is not None and not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        got = model.__name__ if isinstance(model, type) else f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+        raise UserError(
+            f"model must be a model, got {got}: load it first, for example with "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse, before any work, what cannot be honoured.
 

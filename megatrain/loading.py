@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from megatrain.api import init, stream
-from megatrain.base.errors import UserError
+from megatrain.base.errors import UserError, one_line
 from megatrain.base.hub import check_cached, must_be_cached
 from megatrain.load.checkpoint import damaged_file
 from megatrain.load.initial import Initialiser
@@ -117,7 +118,7 @@ def from_config(
     dtype = None if dtype == "auto" else dtype
     _check_arguments(config, dtype, model_class, keywords)
     own = {name: keywords.pop(name) for name in ("attn_implementation", "trust_remote_code") if name in keywords}
-    with _told_plainly(config):
+    with _told_plainly(config, RuntimeError):
         if not isinstance(config, PreTrainedConfig):
             trust = {name: own[name] for name in ("trust_remote_code",) if name in own}
             keywords |= _reach_hub(config, keywords)
@@ -228,8 +229,8 @@ def _without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @contextlib.contextmanager
-def _told_plainly(path: Any) -> Iterator[None]:
-    """Errors of transformers, safetensors and the Hub, as UserError."""
+def _told_plainly(path: Any, *more: type[Exception]) -> Iterator[None]:
+    """Errors of transformers, safetensors and the Hub, as UserError. more: classes that can only be of that kind."""
     try:
         yield
     except UserError:
@@ -245,3 +246,6 @@ def _told_plainly(path: Any) -> Iterator[None]:
             raise damaged from error
         what = f"the config of a {type(path).__name__}" if isinstance(path, PreTrainedConfig) else path
         raise UserError(f"{what} cannot be loaded: {error}") from error
+    except (StrictDataclassError, ArithmeticError, *more) as error:
+        of = f"a {type(path).__name__}" if isinstance(path, PreTrainedConfig) else path
+        raise UserError(f"the config of {of} is none that a model can be built from: {one_line(error)}") from error

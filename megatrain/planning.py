@@ -6,11 +6,12 @@ The model is built on the meta device, so that 405B parameters take a second and
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.base.errors import UserError
+from megatrain.base.errors import UserError, one_line
 from megatrain.base.hub import HUB_TIMEOUT_SECONDS, silence
 from megatrain.base.paths import looking_at, user_path
 from megatrain.spec.builtin import BUILTIN
@@ -31,7 +32,10 @@ class OutlinedModel:
         self._model = model
 
     def spec(self, formats: Formats) -> ModelSpec:
-        return model_spec(self._model, formats, self.name)
+        try:
+            return model_spec(self._model, formats, self.name)
+        except ZeroDivisionError as error:
+            raise UserError(f"MODEL: a size in the config of {self.name} is 0, so there is nothing to train") from error
 
 
 def outline_model(name: str) -> OutlinedModel:
@@ -55,31 +59,53 @@ def _config(name: str) -> Any:
     if is_folder and not (path / "config.json").is_file():
         raise UserError(f"MODEL: the folder {path} has no config.json; {_choices()}")
     if not is_folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
-        raise UserError(f"MODEL: {name} is not there and no built-in shape; {_choices()}")
+        is_path = path.is_absolute() or name.startswith((".", "~"))
+        asked = "" if is_path else ", and the Hub was not asked, where names are OWNER/NAME"
+        instead = _close(name, list(BUILTIN)) or f"; {_choices()}"
+        raise UserError(f"MODEL: there is no folder or file {name}, no built-in shape of that name{asked}{instead}")
     return _from_folder(path) if is_folder else _from_hub(name)
 
 
 def _config_file(path: Path) -> Any:
     from transformers import AutoConfig
 
+    values = _values(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         return AutoConfig.for_model(values.pop("model_type"), **values)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"MODEL: {path} is no config.json that transformers knows ({type(error).__name__}: {_first_line(error)})"
-        ) from error
+    except Exception as error:  # Whatever the checks of the architecture's config raise.
+        raise UserError(f"MODEL: transformers refuses {path} ({one_line(error)})") from error
 
 
 def _from_folder(path: Path) -> Any:
     from transformers import AutoConfig
 
+    values = _values(path / "config.json", may_have_code=True)
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"MODEL: the config.json of {path} is none that transformers knows ({_first_line(error)})"
-        ) from error
+    except Exception as error:  # As above, and of code of the folder's own.
+        own = "; it has code of its own, which is not run here" if "auto_map" in values else ""
+        raise UserError(f"MODEL: transformers refuses the config.json of {path} ({one_line(error)}){own}") from error
+
+
+def _values(path: Path, *, may_have_code: bool = False) -> dict[str, Any]:
+    """What a config.json says. Raises UserError for one that transformers has no architecture for.
+
+    may_have_code: the code of an architecture of its own may lie beside it.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"MODEL: {path} is no config.json ({one_line(error)})") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise UserError(f"MODEL: {path} is no config.json of a model: it names no model_type")
+    kind = values["model_type"]
+    is_known = isinstance(kind, str) and kind in CONFIG_MAPPING
+    if not is_known and not (may_have_code and "auto_map" in values):
+        close = _close(str(kind), list(CONFIG_MAPPING))
+        raise UserError(f"MODEL: {path}: unknown model_type {kind!r}, transformers has none of that name{close}")
+    return values
 
 
 def _from_hub(name: str) -> Any:
@@ -94,13 +120,17 @@ def _from_hub(name: str) -> Any:
     except GatedRepoError as error:
         raise UserError(f"MODEL: {name} is gated; accept its terms there, then run `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(f"MODEL: the Hub has no model {name} (or it is private); {_choices()}") from error
+        instead = _close(name.partition("/")[2], list(BUILTIN)) or f"; {_choices()}"
+        raise UserError(
+            f"MODEL: there is no folder or file {name}, and the Hub, which was asked, has no model of that name (or it "
+            f"is private){instead}"
+        ) from error
     except Exception as error:  # The HTTP library under huggingface_hub differs from version to version.
         reason = silence(error)
     try:
         return AutoConfig.from_pretrained(name, local_files_only=bool(reason))
     except Exception as error:
-        told = f"the Hub: {reason}" if reason else _first_line(error)
+        told = f"the Hub: {reason}" if reason else one_line(error)
         raise UserError(f"MODEL: the config of {name} cannot be had ({told}); {_choices()}") from error
 
 
@@ -115,12 +145,22 @@ def _on_meta(name: str, config: Any) -> nn.Module:
                 return auto.from_config(config, dtype=torch.bfloat16)
         except Exception as error:  # Whatever the architecture's own constructor raises.
             first = first or error
-    raise UserError(f"MODEL: transformers cannot build {name} from its config ({_first_line(first)})") from first
+    raise UserError(f"MODEL: transformers cannot build {name} from its config ({one_line(first)})") from first
 
 
-def _first_line(error: BaseException | None) -> str:
-    return next(iter(str(error).splitlines()), "")
+def _close(name: str, known: list[str]) -> str:
+    """`; did you mean 'llama' or 'llama4'?`, or nothing."""
+    found = difflib.get_close_matches(name.lower(), known, n=3)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def _choices() -> str:
-    return f"{HOW_TO_NAME} {', '.join(BUILTIN)}"
+    """How to name a model, with the built-in shapes by family."""
+    families: dict[str, list[str]] = {}
+    for name in BUILTIN:
+        family, _, size = name.partition("-")
+        families.setdefault(family, []).append(size)
+    shapes = (
+        f"{of}-{sizes[0]}" if len(sizes) == 1 else f"{of}-{{{','.join(sizes)}}}" for of, sizes in families.items()
+    )
+    return f"{HOW_TO_NAME} {', '.join(shapes)}"

@@ -128,7 +128,7 @@ def _profile() -> Machine | None:
     """What doctor kept. A profile without a GPU, or that cannot be read, is of no use."""
     path = machine_profile_path()
     try:
-        machine = Machine.from_json(path.read_text(encoding="utf-8"))
+        machine = Machine.from_json(path.read_bytes())
     except (OSError, UserError):
         return None
     return machine if machine.hbm_bytes else None

@@ -27,7 +27,7 @@ from torch import nn
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from megatrain import api
-from megatrain.arguments import check_arguments
+from megatrain.arguments import check_arguments, check_model
 from megatrain.base.errors import PlanError, RefusedError, StoppedRunError, UserError
 from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
@@ -60,9 +60,9 @@ class Trainer(CheckpointingTrainer):
         *positional: Any,
         **keywords: Any,
     ) -> None:
-        if args is None:
-            args = transformers.TrainingArguments(output_dir="tmp_trainer")
+        args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
+        check_model(model)
         given = inspect.signature(transformers.Trainer).bind(model, args, *positional, **keywords).arguments
         check_given_optimizer(given, model)
         if args.n_gpu > 1:
@@ -309,6 +309,7 @@ def _stream(model: nn.Module, args: transformers.TrainingArguments, dataset: Any
 
 def _streamed(model: nn.Module, args: transformers.TrainingArguments, dataset: Any) -> nn.Module:
     """The model, streamed if it was not; `args.device` becomes the engine's device."""
+    check_model(model)
     if engine_of(model) is None:
         model = _stream(model, args, dataset)
     engine = engine_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.base.config import Config
+from megatrain.base.units import GB
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import H200
 from megatrain.plan.placement import CPU, HBM
@@ -61,3 +63,17 @@ def predicted(
     rows = workload.rows or workload.num_sequences
     choice = Choice(rows=rows, num_slots=slots, places=places, activation_bytes=int(inputs_gb * 1e9))
     return planner.plan_of(choice)
+
+
+STEP = Workload(num_sequences=8, length=512)
+
+
+def machine(hbm_gb: float, ram_gb: float, disk_gb: float = 0) -> Machine:
+    return dataclasses.replace(
+        H200, name="tried", hbm_bytes=int(hbm_gb * GB), ram_bytes=int(ram_gb * GB), disk_bytes=int(disk_gb * GB)
+    )
+
+
+def planned(hbm_gb: float, ram_gb: float, disk_gb: float = 0, **settings: object) -> Plan | None:
+    config = Config(offload_dir="." if disk_gb else None, **settings)
+    return Planner(machine(hbm_gb, ram_gb, disk_gb), wide_llama(), STEP, config).best()

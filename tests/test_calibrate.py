@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from planning_helpers import builtin, predicted
+from tqdm import tqdm
 from update_training import batches, start, train
 
 from megatrain.base.paths import machine_profile_path
@@ -96,3 +100,30 @@ def test_a_short_run_says_it_at_its_end() -> None:
     (line,) = said
     assert line.startswith("megatrain: measured, 4 x 8 tokens a step: step ")
     assert report._seen == []
+
+
+def test_the_line_stands_alone_beside_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with tqdm(total=9, mininterval=0, file=terminal) as bar:
+        model, optimizer = start()
+        terminal.truncate(terminal.seek(0))
+        for batch in batches(7):
+            train(model, optimizer, [batch])
+            bar.update()
+    lines = [re.split(r"\r", line)[-1] for line in terminal.getvalue().splitlines()]
+    (line,) = [line for line in lines if "megatrain:" in line]
+    assert line.startswith("megatrain: measured, ")
+
+
+def test_a_silenced_report_neither_says_nor_learns() -> None:
+    model, optimizer = start()
+    report, said = engine_of(model).report, []
+    report._say = said.append
+    report.predict = lambda workload: a_plan()
+    report.learn = lambda plan, measured: said.append("learnt") or "learnt"
+    report.silence()
+    train(model, optimizer, batches(7))
+    report.finish()
+    assert said == []

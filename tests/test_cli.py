@@ -333,6 +333,7 @@ def test_a_dry_run_tries_every_path_and_leaves_nothing(
     assert called == ["train", "evaluate", "sample", "save_model", "save_model"]
     assert files_below(tmp_path) == before
     assert "time, estimated" in out
+    assert out.count("tiny step") == 1 and "megatrain: measured" not in out
     for row in ("moments, fp32", "slots", "trained model", "checkpoint", "tokens a step", "evaluation", "total"):
         assert row in out, row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from command_helpers import command
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from planning_helpers import llama_config
 
+import megatrain as mt
+from megatrain.base.errors import UserError
 from megatrain.plan.machines import MACHINES
 from megatrain.probe import measure
 from megatrain.spec.builtin import BUILTIN
@@ -151,7 +154,7 @@ def answer(kind: type[Exception]) -> Exception:
     ("error", "message"),
     [
         (OSError("no route"), "cannot be had (the Hub: no answer, OSError: no route)"),
-        (answer(RepositoryNotFoundError), "the Hub has no model nobody/nothing"),
+        (answer(RepositoryNotFoundError), "the Hub, which was asked, has no model of that name"),
         (answer(GatedRepoError), "nobody/nothing is gated"),
     ],
 )
@@ -176,8 +179,9 @@ def test_a_hub_that_has_no_config_is_asked_once(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt-7"], "gpt-7 is not there and no built-in shape"),
-        (["./nowhere"], "./nowhere is not there"),
+        (["abc"], "there is no folder or file abc, no built-in shape of that name, and the Hub was not asked"),
+        (["qwen2.5-7"], "did you mean 'qwen2.5-7b' or "),
+        (["./nowhere"], "there is no folder or file ./nowhere"),
         (["MODEL", "--machine", "abacus"], "there is no machine 'abacus': use one of h200-128gb"),
         (["MODEL", "--tokens", "many"], "--tokens many is neither SEQUENCESxLENGTH"),
         (["MODEL", "--tokens", "1000", "--seq", "300"], "not a whole number of sequences of 300"),
@@ -185,8 +189,12 @@ def test_a_hub_that_has_no_config_is_asked_once(
         (["MODEL", "--tokens", "4x128", "--rows", "5"], "more than the 4 of the step"),
         (["MODEL", "--master", "fp32"], "master='fp32' does not go with precision='bf16'"),
         (["MODEL", "--compression", "2bit"], "refused: it fails the quality test"),
-        (["MODEL", "--clip", "never"], "clip='never' is not known"),
-        (["MODEL", "--vram-gb", "0"], "max_vram_gb=0.0 must be a positive number"),
+        (["MODEL", "--clip", "never"], "--clip never is not known: use one of global, layer\n"),
+        (["MODEL", "--master", "fp8"], "--master fp8 is not known: use one of fp32, split, bf16\n"),
+        (["MODEL", "--precision", "fp8"], "--precision fp8 is not known: use one of fp32, bf16\n"),
+        (["MODEL", "--compression", "3bit"], "3bit is not known: use one of fp32, lossless, 4bit, 8bit, bf16\n"),
+        (["MODEL", "--vram-gb", "0"], "--vram-gb 0 must be a positive number"),
+        (["MODEL", "--ram-gb", "nan"], "--ram-gb nan must be a positive number"),
         (["MODEL", "--trace", "nowhere/lanes.json"], "--trace: nowhere/lanes.json cannot be written"),
         (["MODEL", "--ram-gb", "2", "--no-disk", "--vram-gb", "2"], "is enough: "),
     ],
@@ -201,12 +209,103 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_a_file_that_is_no_config_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "names no model_type"),
+        ("{", "is no config.json"),
+        ("{}", "names no model_type"),
+        (
+            '{"model_type": "lama"}',
+            "unknown model_type 'lama', transformers has none of that name; did you mean 'llama'",
+        ),
+        ('{"model_type": "abacus"}', "unknown model_type 'abacus'"),
+        ('{"model_type": 3}', "unknown model_type 3"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "config.json"
-    for text in ("[1]", "{", '{"model_type": "abacus"}', "{}"):
-        file.write_text(text)
-        code, _, err = command(capsys, "plan", file, "--machine", "a100")
-        assert code == 2 and "no config.json that transformers knows" in err
-    (tmp_path / "empty").mkdir()
-    code, _, err = command(capsys, "plan", tmp_path / "empty", "--machine", "a100")
-    assert code == 2 and "has no config.json" in err and all(name in err for name in BUILTIN)
+    file.write_text(text)
+    for path in (file, tmp_path):
+        code, _, err = command(capsys, "plan", path, "--machine", "a100")
+        assert code == 2 and message in err and err.count("\n") == 1 and len(err) < 400
+    file.write_bytes(b"\xff\xfe\xfa")
+    code, _, err = command(capsys, "plan", file, "--machine", "a100")
+    assert code == 2 and "is no config.json" in err
+
+
+IMPOSSIBLE = [
+    {"num_attention_heads": 3},
+    {"intermediate_size": 1.5},
+    {"num_attention_heads": 0},
+    {"hidden_size": 0},
+    {"vocab_size": -5},
+    {"hidden_act": "abacus"},
+    {"num_hidden_layers": 0},
+]
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE, ids=str)
+def test_a_config_that_transformers_refuses_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: dict
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**llama_config().to_dict(), **change}))
+    for path in (file, tmp_path):
+        code, _, err = command(capsys, "plan", path, "--machine", "a100")
+        assert code == 2, err
+        told = [line for line in err.splitlines() if not line.startswith("[transformers]")]
+        assert len(told) == 1 and told[0].startswith("error: ") and len(told[0]) < 600
+    if change != {"hidden_size": 0}:  # a model can be made of that; there is nothing in it to plan
+        with pytest.raises(UserError):
+            mt.from_config(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused_with_what_can_be_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, _, err = command(capsys, "plan", tmp_path, "--machine", "a100")
+    assert code == 2 and "has no config.json" in err
+    named = {f"{of}-{size}" for of, sizes in re.findall(r"([\w.]+)-\{(.*?)\}", err) for size in sizes.split(",")}
+    assert all(name in named or name in err for name in BUILTIN)
+
+
+def test_a_profile_that_is_none_is_refused_with_what_it_lacks(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "machine.json"
+    good = json.loads(MACHINES["a100"].to_json())
+    lacking = {name: value for name, value in good.items() if name not in ("name", "hbm_bytes")}
+    for content, message in (
+        (json.dumps(lacking).encode(), "it lacks name, hbm_bytes"),
+        (json.dumps({**good, "colour": 1}).encode(), "it has the unknown colour"),
+        (json.dumps({**good, "num_cores": 1.5}).encode(), "num_cores is 1.5"),
+        (b"[]", "it is no JSON object"),
+        (b"\xff\xfe\xfa", "is no profile of a machine"),
+    ):
+        file.write_bytes(content)
+        code, _, err = command(capsys, "plan", folder, "--machine", file)
+        assert code == 2 and message in err and "__init__" not in err and err.count("\n") == 1
+
+
+# What is printed
+
+
+def test_small_models_are_printed_in_units_that_show_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    llama_config(max_position_embeddings=128).save_pretrained(tmp_path)
+    code, out, _ = command(
+        capsys, "plan", tmp_path, "--machine", "a100", "--tokens", "8x256", "--rows", "3", "--what-if"
+    )
+    assert code == 0
+    assert "memory, MB, each tier" in out and "device MB" in out and " GB, each" not in out
+    weights = next(line for line in out.splitlines() if line.startswith("  weights")).split()
+    parameters = data(capsys, tmp_path, "--machine", "a100")["model"]["parameters"]
+    assert float(weights[-1]) == pytest.approx(4e-6 * parameters, abs=0.05)
+    tflops = next(line for line in out.splitlines() if line.strip().startswith("TFLOPS")).split()
+    assert 0 < float(tflops[1]) < 1
+    assert "3 micro-batches of up to 3 x 256 tokens" in out
+    assert "the model's config allows 128 positions, fewer than 256" in out
+    largest = next(line for line in out.splitlines() if "largest context" in line)
+    assert largest.endswith("the model's config allows 128 positions")

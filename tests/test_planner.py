@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import ARCHITECTURES, make_model
-from planning_helpers import SPLIT, builtin, llama_config, predicted, wide_llama
+from planning_helpers import SPLIT, STEP, builtin, llama_config, machine, planned, predicted, wide_llama
 from transformers import LlamaForCausalLM
 
 from megatrain.base.config import Config, StreamOptions
@@ -23,7 +22,7 @@ from megatrain.plan.flops import model_work
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import H200, MACHINES
 from megatrain.plan.placement import CPU, HBM, TIERS, Place
-from megatrain.plan.planner import CLOSE, DISK_PRICE, ROOM_PRICE, Plan, Planner
+from megatrain.plan.planner import CLOSE, DISK_PRICE, ROOM_PRICE, Planner
 from megatrain.plan.remedies import largest_context, plan
 from megatrain.plan.rows import Placement, memory_rows
 from megatrain.plan.schedule import Choice
@@ -32,20 +31,6 @@ from megatrain.plan.workload import Workload
 from megatrain.spec.formats import most_moment_bytes
 from megatrain.spec.homes import Formats
 from megatrain.spec.model import model_spec
-
-STEP = Workload(num_sequences=8, length=512)
-
-
-def machine(hbm_gb: float, ram_gb: float, disk_gb: float = 0) -> Machine:
-    return dataclasses.replace(
-        H200, name="tried", hbm_bytes=int(hbm_gb * GB), ram_bytes=int(ram_gb * GB), disk_bytes=int(disk_gb * GB)
-    )
-
-
-def planned(hbm_gb: float, ram_gb: float, disk_gb: float = 0, **settings: object) -> Plan | None:
-    config = Config(offload_dir="." if disk_gb else None, **settings)
-    return Planner(machine(hbm_gb, ram_gb, disk_gb), wide_llama(), STEP, config).best()
-
 
 # Memory
 
@@ -199,53 +184,7 @@ def test_the_disk_is_taken_where_there_is_no_other_way() -> None:
     assert roomy is not None and roomy.timeline.peak("disk") == 0
 
 
-# Refusals
-
-
-def refused(hbm_gb: float, ram_gb: float, work: Workload = STEP, **settings: object) -> str:
-    with pytest.raises(UserError, match="does not fit tried") as error:
-        plan(machine(hbm_gb, ram_gb, 1000), wide_llama(), work, Config(**settings))
-    return str(error.value)
-
-
-def test_each_remedy_is_enough_alone() -> None:
-    hbm, ram = 10, 14
-    text = refused(hbm, ram)
-    lacking = float(re.search(r"([\d.]+) GB more of host memory", text)[1])
-    assert 0 < lacking < 30
-    # 3 % of the machine's memory are left free.
-    assert planned(hbm, ram + lacking / 0.97 + 0.01) is not None
-    assert planned(hbm, ram + 0.8 * lacking) is None
-    compression = re.search(r'optimizer_compression="(\w+)"( with clip="layer")? \(saves', text)
-    assert planned(hbm, ram, optimizer_compression=compression[1], clip="layer" if compression[2] else "global")
-    disk_gb = float(re.search(r"offload_dir with ([\d.]+) GB free", text)[1])
-    assert planned(hbm, ram, disk_gb) is not None
-
-
-def test_device_memory_that_is_short_is_named() -> None:
-    text = refused(3, 60, Workload(num_sequences=1, length=65536))
-    assert "device memory is 3" in text and "more" in text
-    context = int(re.search(r"at most ([\d,]+) tokens", text)[1].replace(",", ""))
-    spec = wide_llama()
-    assert plan(machine(3, 60), spec, Workload(num_sequences=1, length=context), Config())
-    with pytest.raises(UserError):
-        plan(machine(3, 60), spec, Workload(num_sequences=1, length=2 * context), Config())
-
-
-def test_smaller_micro_batches_and_fewer_sequences_are_offered_where_they_are_enough() -> None:
-    work = Workload(num_sequences=64, length=4096, rows=64)
-    text = refused(30, 60, work)
-    rows = int(re.search(r"micro-batches of at most (\d+) sequence", text)[1])
-    for number, fits in ((rows, True), (rows + 1, False)):
-        tried = dataclasses.replace(work, rows=number)
-        assert (Planner(machine(30, 60), wide_llama(), tried, Config()).best() is not None) is fits
-    # The inputs of all sequences of a step wait for the backward.
-    work = Workload(num_sequences=256, length=4096)
-    text = refused(12, 40, work)
-    number = int(re.search(r"at most (\d+) sequences of 4,096 tokens a step", text)[1])
-    for count, fits in ((number, True), (number + 1, False)):
-        tried = dataclasses.replace(work, num_sequences=count, rows=1)
-        assert (Planner(machine(12, 40), wide_llama(), tried, Config()).best() is not None) is fits
+# Context
 
 
 def test_the_largest_context_is_the_largest() -> None:
@@ -341,13 +280,6 @@ def test_every_architecture_can_be_planned(name: str) -> None:
     spec = model_spec(make_model(name), Formats(precision="bf16", master="split"), name)
     found = Planner(MACHINES["rtx3090"], spec, Workload(num_sequences=2, length=64), Config()).best()
     assert found is not None and found.step_seconds > 0
-
-
-def test_a_remedy_for_the_device_names_what_the_host_lacks_too() -> None:
-    """12 GB more of device memory alone would not do for 405B, of which the host holds a fortieth."""
-    both = r"What is enough: a device with \d+ GB more, and 5\d\d\d GB more of host memory"
-    with pytest.raises(UserError, match=both):
-        plan(MACHINES["rtx4090"], builtin("llama-3.1-405b"), Workload(num_sequences=16, length=1024), Config())
 
 
 @pytest.mark.parametrize(

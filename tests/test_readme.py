@@ -48,11 +48,12 @@ def test_the_trainer_snippet(names: dict[str, object]) -> None:
 
 
 def test_the_loop_snippet(names: dict[str, object]) -> None:
-    names |= {"mt": mt, "model": tiny_llama()}
+    names |= {"mt": mt, "model": tiny_llama().eval()}
     before = {name: p.detach().clone() for name, p in names["model"].named_parameters()}
     exec(blocks("python")[1], names)
     assert all(not torch.equal(before[name], weight) for name, weight in mt.named_parameters(names["model"]))
     assert len(names["losses"]) == 4
+    assert names["model"].training
     assert (Path("trained") / "model.safetensors").is_file()
 
 
@@ -91,3 +92,8 @@ def test_the_file_tree_names_every_room_and_file_at_the_top() -> None:
             assert f"  {path.name}/" in tree, f"README's file tree lacks the room {path.name}"
         elif path.suffix == ".py":
             assert f"  {path.name} " in tree, f"README's file tree lacks {path.name}"
+
+
+def test_the_file_tree_names_every_script() -> None:
+    tree = blocks("")[2]
+    assert all(path.name in tree for path in (ROOT / "scripts").glob("*.py"))

@@ -283,6 +283,15 @@ def test_the_arguments_follow_the_device_of_the_stream(tmp_path: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.parametrize(("model", "got"), [("tiny", "a str"), (3, "an int"), (nn.Linear, "Linear")])
+def test_what_is_no_model_is_refused(tmp_path: Path, model: object, got: str) -> None:
+    refused = pytest.raises(mt.UserError, match=f"model must be a model, got {got}: load it first")
+    with refused:
+        mt.Trainer(model=model, args=arguments(tmp_path), train_dataset=rows())
+    with refused:
+        mt.Trainer(model_init=lambda: model, args=arguments(tmp_path), train_dataset=rows())
+
+
 def test_use_cpu_with_a_stream_on_another_device_is_refused(tmp_path: Path) -> None:
     model = mt.stream(llama())
     engine_of(model).device = torch.device("cuda", 0)

@@ -36,3 +36,13 @@ class DiskError(RuntimeError):
 
 class RefusedError(RuntimeError):
     """A call that makes no sense on a streamed model (or would do harm silently), refused by name."""
+
+
+def one_line(error: BaseException | None) -> str:
+    """The reason that another library gave, without its details: one line of at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A heading has the reason below it, as in huggingface_hub's strict dataclasses.
+    text = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0] if lines else ""
+    if not text or isinstance(error, (LookupError, ArithmeticError, AttributeError)):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
+    return text if len(text) <= 300 else f"{text[:300]}..."

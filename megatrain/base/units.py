@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 GB = 10**9
+MB = 10**6
 MIB = 2**20
 GIB = 2**30
 

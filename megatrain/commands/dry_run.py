@@ -60,6 +60,7 @@ def rehearse(recipe: Recipe, arguments: TrainingArguments, console: Console) -> 
     free_bytes = check_disk(recipe.output_dir, needed)
     with _scratch_folder(recipe.output_dir) as scratch:
         trainer = ingredients.trainer(_tiny_arguments(recipe, scratch))
+        trainer.engine.report.silence()  # a tiny step's time is told below, with what follows from it
         with closing_engine(trainer):
             _print_memory(console, trainer)
             _print_disk(console, recipe.output_dir, needed, free_bytes)

@@ -5,21 +5,22 @@ config -> spec on the meta device -> plan -> memory, time, what if
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.base.config import Config
+from megatrain.base.config import CLIPS, COMPRESSIONS, MASTERS, MOST_GB, PRECISIONS, Config
 from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, machine_profile_path, user_path
-from megatrain.base.units import GB, format_count, format_number, format_seconds
-from megatrain.commands.console import make_console, print_fact, print_warning
+from megatrain.commands.console import make_console, print_fact
+from megatrain.commands.plan_tables import TIER_TITLES, print_plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megatrain.plan.machine import Machine
     from megatrain.plan.planner import Plan
     from megatrain.plan.what_if import Question, WhatIf
@@ -27,17 +28,6 @@ if TYPE_CHECKING:
     from megatrain.planning import OutlinedModel
 
 THIS = "this"
-TIER_TITLES = {"hbm": "device", "ram": "host", "disk": "disk"}
-STALL_WORDS = {
-    "update": "updates",
-    "fetch": "weights on the link",
-    "drain": "gradients on the link",
-    "bring input": "layer inputs on the link",
-    "stage states": "states on the link",
-    "read states": "states from disk",
-    "read weights": "weights from disk",
-    "write gradients": "gradients to disk",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +62,28 @@ def plan(model: str, options: PlanOptions) -> None:
     outlined = outline_model(model)  # a slip in its name is told before a machine is measured
     machine, note = find_machine(options.machine)
     question = _question(outlined, machine, workload, settings, options)
-    found = question.answer()
-    answers = _answers(question, found) if options.what_if else []
-    context = _context(question, found)
+    with _imports_left_alone():
+        found = question.answer()
+        answers = _answers(question, found) if options.what_if else []
+        context = _context(question, found)
     if trace is not None:
         _write_trace(found, trace)
     if options.as_json:
         print(json.dumps(_data(found, context, answers), indent=2))
         return
-    _print_head(console, found, note)
-    _print_memory(console, found)
-    _print_time(console, found, context)
-    if answers:
-        _print_what_if(console, found, answers)
+    print_plan(console, found, note, context, answers)
     if trace is not None:
         print_fact(console, "trace", f"{trace}: open it in chrome://tracing or Perfetto")
+
+
+@contextlib.contextmanager
+def _imports_left_alone() -> Iterator[None]:
+    """Simulations make many small objects; looking through all of PyTorch for garbage each time takes half the time."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # What is asked.
@@ -110,7 +107,24 @@ def _workload(options: PlanOptions) -> Workload:
     return Workload(num_sequences=int(match[1]) // length, length=length, rows=options.rows)
 
 
+def _check_words(options: PlanOptions) -> None:
+    """Raises UserError with what can be typed on a command line: `mt.init` takes True and None too."""
+    masters = [master for of in MASTERS.values() for master in of]
+    compressions = [name for name in COMPRESSIONS if isinstance(name, str)]
+    known = {"precision": PRECISIONS, "master": masters, "compression": compressions, "clip": CLIPS}
+    for name, words in known.items():
+        word = getattr(options, name)
+        if word is not None and word not in words and (name, word) != ("compression", "2bit"):
+            raise UserError(f"--{name} {word} is not known: use one of {', '.join(dict.fromkeys(words))}")
+    for name in ("vram_gb", "ram_gb"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= MOST_GB:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} {value:g} must be a positive number of GB (1e9 bytes), at most {MOST_GB:,}")
+
+
 def _settings(options: PlanOptions) -> Config:
+    _check_words(options)
     return Config(
         offload_dir="." if options.use_disk else None,
         max_vram_gb=options.vram_gb,
@@ -156,7 +170,7 @@ def find_machine(name: str) -> tuple[Machine, str]:
     path = user_path(name, "--machine")
     with looking_at("--machine"):
         if path.is_file():
-            return Machine.from_json(path.read_text(encoding="utf-8"), str(path)), ""
+            return Machine.from_json(path.read_bytes(), str(path)), ""
     return machine_named(name), ""
 
 
@@ -168,7 +182,7 @@ def _this_machine() -> tuple[Machine, str]:
     profile = machine_profile_path()
     with looking_at("--machine"):
         if profile.is_file():
-            machine = Machine.from_json(profile.read_text(encoding="utf-8"), str(profile))
+            machine = Machine.from_json(profile.read_bytes(), str(profile))
             if machine.hbm_bytes:
                 return machine, ""
     import torch
@@ -198,152 +212,6 @@ def _context(question: Question, found: Plan) -> int:
     from megatrain.plan.remedies import largest_context
 
     return largest_context(question.machine, found.spec, found.config)
-
-
-# What is printed.
-
-
-def _print_head(console: Console, found: Plan, note: str) -> None:
-    from rich.markup import escape
-
-    from megatrain.plan.explain import describe
-
-    spec, machine, config, formats = found.spec, found.machine, found.config, found.spec.formats
-    layers = format_number(spec.num_blocks, "block")
-    active = spec.active_parameters
-    is_sparse = active < 0.7 * spec.num_parameters
-    work = f", {format_count(active)} of them at work for a token" if is_sparse else ""
-    console.rule(f"[bold]megatrain plan[/] {escape(spec.name)}", align="left")
-    print_fact(console, "model", f"{format_count(spec.num_parameters)} parameters{work}, {layers}")
-    disk = f", {_gb(machine.disk_bytes)} GB disk" if found.budgets.disk else ""
-    memory = (
-        f"{_gb(machine.hbm_bytes)} GB device, {_gb(machine.ram_bytes)} GB host memory{disk}, {machine.num_cores} cores"
-    )
-    print_fact(console, "machine", f"{machine.name}: {memory}\n{machine.source}")
-    if note:
-        print_warning(console, note)
-    step = f"{found.workload.num_sequences} x {found.workload.length:,} = {found.workload.num_tokens:,} tokens"
-    how = f"{formats.precision} compute, {formats.master} master weights, {config.moments} moments"
-    clip = "clipped by the exact global norm" if config.clip == "global" else "clipped by layer, no gradients kept"
-    print_fact(console, "step", f"{step}; {how}, {clip}" + (", compiled" if config.compile else ""))
-    print_fact(console, "plan", describe(found))
-    length = found.workload.length
-    if spec.max_length is not None and length > spec.max_length:
-        print_warning(console, f"the model's config allows {spec.max_length:,} positions, fewer than {length:,}")
-
-
-def _print_memory(console: Console, found: Plan) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from megatrain.plan.explain import conventional_bytes, memory_table
-
-    table = Table(
-        title="memory, GB, each tier at its fullest moment",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-    )
-    tiers = [tier for tier in TIER_TITLES if tier != "disk" or found.timeline.peak("disk")]
-    table.add_column("")
-    for tier in tiers:
-        table.add_column(TIER_TITLES[tier], justify="right")
-    table.add_column("conventional", justify="right", style="dim")
-    rows, conventional = memory_table(found), conventional_bytes(found)
-    for name, cells in rows.items():
-        if any(cells.values()) or name in conventional:
-            shown = [_cell(cells[tier]) for tier in tiers]
-            table.add_row(name, *shown, _cell(conventional.get(name, 0)))
-    table.add_section()
-    totals = [_cell(found.timeline.peak(tier)) for tier in tiers]
-    table.add_row("total", *totals, _cell(sum(conventional.values())), style="bold")
-    budget = {"hbm": found.budgets.hbm, "ram": found.budgets.ram, "disk": found.budgets.disk}
-    table.add_row("may be used", *(_cell(budget[tier]) for tier in tiers), _cell(found.machine.hbm_bytes), style="dim")
-    console.print(table)
-    print_fact(
-        console,
-        "",
-        "conventional: fp32 weights, gradients and Adam's moments, all activations of one sequence, all on the device",
-    )
-
-
-def _print_time(console: Console, found: Plan, context: int) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from megatrain.plan.explain import bottleneck, has_experts
-
-    lane, why = bottleneck(found.simulation)
-    counted = f"{found.counted_tflops:,.0f} counted (active matrices, causal attention)"
-    published = f"{found.published_tflops:,.0f} as published (6 x parameters x tokens)"
-    lines = {
-        "step": format_seconds(found.step_seconds) if found.step_seconds >= 60 else f"{found.step_seconds:.2f} s",
-        "tokens a second": f"{found.tokens_per_second:,.0f}",
-        "TFLOPS": counted if has_experts(found.spec) else f"{published}, {counted}",
-        "bottleneck": f"{lane}: {why}",
-        "largest context": f"{context:,} tokens, one sequence at a time" if context else "less than 256 tokens",
-    }
-    console.print()
-    console.print("time, predicted by simulating the lanes", style="bold")
-    for name, text in lines.items():
-        print_fact(console, "", f"{name:<16} {text}") if not console.is_terminal else console.print(
-            f"  {name:<16} {text}"
-        )
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("lane", "busy s", "share", ""):
-        table.add_column(title, justify="left" if title in ("lane", "") else "right")
-    for name, seconds in found.simulation.busy_seconds().items():
-        share = seconds / found.step_seconds
-        table.add_row(name, f"{seconds:.2f}", f"{share:.0%}", _bar(share))
-    stalls = sorted(found.simulation.stall_seconds().items(), key=lambda of: -of[1])
-    for name, seconds in stalls:
-        if seconds >= 0.001 * found.step_seconds:
-            share = seconds / found.step_seconds
-            words = STALL_WORDS.get(name, name)
-            table.add_row(f"compute waits for {words}", f"{seconds:.2f}", f"{share:.1%}", "", style="yellow")
-    console.print(table)
-
-
-def _print_what_if(console: Console, found: Plan, answers: list[WhatIf]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="what if", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for title in ("step s", "tokens/s", "", "device GB", "host GB", "disk GB"):
-        table.add_column(title, justify="right")
-    _add_answer(table, "as planned", found, found.step_seconds)
-    for answer in answers:
-        if answer.plan is None:
-            table.add_row(answer.change, "does not fit", style="dim")
-        else:
-            _add_answer(table, answer.change, answer.plan, found.step_seconds)
-    console.print(table)
-
-
-def _add_answer(table: Any, change: str, answer: Plan, step_seconds: float) -> None:
-    gain = step_seconds / answer.step_seconds - 1
-    table.add_row(
-        change,
-        f"{answer.step_seconds:,.2f}",
-        f"{answer.tokens_per_second:,.0f}",
-        f"{gain:+.0%}" if abs(gain) >= 0.005 else "",
-        *(_cell(answer.timeline.peak(tier)) for tier in TIER_TITLES),
-    )
-
-
-def _cell(num_bytes: int) -> str:
-    if num_bytes < GB / 20:
-        return "-" if num_bytes == 0 else "0.0"
-    return f"{num_bytes / GB:,.1f}" if num_bytes < 1000 * GB else f"{num_bytes / GB:,.0f}"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / GB:,.0f}"
-
-
-def _bar(share: float, width: int = 30) -> str:
-    return "█" * round(width * min(1.0, share))
 
 
 # For programs.

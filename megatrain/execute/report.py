@@ -29,13 +29,20 @@ MOST_SEEN = 1 << 16
 """Micro-batches of a step: more are forwards without a step."""
 
 
+def say_on_a_line_of_its_own(line: str) -> None:
+    """Between the frames of a progress bar (the Trainer's), where there is one."""
+    from tqdm import tqdm
+
+    tqdm.write(line)
+
+
 class RunReport:
     """
     Args:
         say: is told the report's line.
     """
 
-    def __init__(self, engine: Engine, say: Callable[[str], None] = print) -> None:
+    def __init__(self, engine: Engine, say: Callable[[str], None] = say_on_a_line_of_its_own) -> None:
         self.predict: Callable[[Workload], Plan | None] = lambda _: None
         """The prediction for what runs here, if this is a machine of which one can be made."""
         self.learn: Callable[[Plan, Measured], str] = lambda *_: ""
@@ -83,6 +90,10 @@ class RunReport:
         learnt = "" if plan is None else self.learn(plan, self._measured())
         if learnt:
             self._say(learnt)
+
+    def silence(self) -> None:
+        """Neither say nor learn anything: for a run whose steps are none that anybody waits for."""
+        self._is_over = True
 
     def line(self, workload: Workload, plan: Plan | None) -> str:
         """predicted -> measured, of what is predicted; else what was measured."""

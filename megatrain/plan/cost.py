@@ -68,8 +68,7 @@ def visit_cost(
     """rows: sequences of a micro-batch."""
     home, tokens = spec.homes[layer.home], workload.num_tokens
     num_micro = -(-workload.num_sequences // rows)
-    numel = sum(field.numel for field in home.fields)
-    sums = num_micro * SUM_TRAFFIC_BYTES * numel / machine.hbm_bytes_per_second
+    sums = num_micro * SUM_TRAFFIC_BYTES * home.numel / machine.hbm_bytes_per_second
     if layer.kind == "embedding":
         looked_up = 4 * compute_bytes(spec) * spec.hidden_size * tokens / machine.hbm_bytes_per_second
         return VisitCost(forward=looked_up, backward=looked_up + sums)
@@ -127,4 +126,4 @@ def device_update_seconds(machine: Machine, sizes: dict[str, int]) -> float:
 
 def cpu_update_seconds(machine: Machine, home: HomePlan, moments: str) -> float:
     """With all cores."""
-    return machine.update_ns_per_parameter[moments] * 1e-9 * sum(field.numel for field in home.fields)
+    return machine.update_ns_per_parameter[moments] * 1e-9 * home.numel

@@ -81,7 +81,8 @@ def describe(plan: Plan) -> str:
     num_homes = sum(bool(home.layers) for home in spec.homes)
     num_micro = -(-plan.workload.num_sequences // choice.rows)
     plural = "es" if num_micro > 1 else ""
-    sentences = [f"{num_micro} micro-batch{plural} of {choice.rows} x {plan.workload.length:,} tokens"]
+    up_to = "up to " if plan.workload.num_sequences % choice.rows else ""
+    sentences = [f"{num_micro} micro-batch{plural} of {up_to}{choice.rows} x {plan.workload.length:,} tokens"]
     on_device = plan.num_on_device
     if on_device == num_homes:
         sentences.append("all layers live and are updated on the device")
@@ -117,6 +118,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "parameters": spec.num_parameters,
             "active_parameters": spec.active_parameters,
             "blocks": spec.num_blocks,
+            "max_length": spec.max_length,
         },
         "machine": dataclasses.asdict(plan.machine),
         "workload": {"sequences": workload.num_sequences, "length": workload.length, "tokens": workload.num_tokens},

@@ -54,13 +54,14 @@ class Machine:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str, what: str = "this") -> Machine:
+    def from_json(cls, text: str | bytes, what: str = "this") -> Machine:
         """what: the text's name for an error. Raises UserError for what is no machine."""
         try:
             values: Any = json.loads(text)
+            _check_names(values, [field.name for field in dataclasses.fields(cls)])
             machine = cls(**values)
             machine._check()
-        except (ValueError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{what} is no profile of a machine ({error}): make one with `megatrain doctor`") from error
         return machine
 
@@ -73,9 +74,23 @@ class Machine:
             elif field.name == "update_ns_per_parameter":
                 is_possible = isinstance(value, dict) and all(_is_rate(of) and of > 0 for of in value.values())
             else:
+                is_count = field.name == "num_cores" or field.name.endswith("_bytes")
                 is_possible = _is_rate(value) and (value > 0 or field.name not in ("ram_bytes", "num_cores"))
+                is_possible = is_possible and (isinstance(value, int) or not is_count)
             if not is_possible:
                 raise ValueError(f"{field.name} is {value!r}")
+
+
+def _check_names(values: Any, names: list[str]) -> None:
+    """Raise ValueError for what is no object with these names."""
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    lacking = [name for name in names if name not in values]
+    unknown = [name for name in values if name not in names]
+    if lacking or unknown:
+        told = [f"it lacks {', '.join(lacking)}"] if lacking else []
+        told += [f"it has the unknown {', '.join(unknown)}"] if unknown else []
+        raise ValueError("; ".join(told))
 
 
 def _is_rate(value: Any) -> bool:

@@ -14,6 +14,7 @@ Rule: no result depends on the place, in fp32 and with split masters bit for bit
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,9 +55,9 @@ class Place:
         if self.update == "device" and DISK_TIER in self.tiers.values():
             raise UserError('places: what lies on "disk" is updated by the CPU: say update="cpu"')
 
-    @property
-    def tiers(self) -> dict[str, str]:
-        """Part -> tier."""
+    @functools.cached_property
+    def tiers(self) -> Mapping[str, str]:
+        """Part -> tier. Made once: a search asks millions of times."""
         return {name: getattr(self, name) for name in PARTS}
 
     @property
@@ -86,6 +87,13 @@ STREAM = Place(update="device")
 HBM = Place(weights=HBM_TIER, low=HBM_TIER, moments=HBM_TIER, gradients=HBM_TIER, update="device")
 DISK = Place(weights=DISK_TIER, low=DISK_TIER, moments=DISK_TIER)
 PLACES = {"cpu": CPU, "stream": STREAM, "hbm": HBM, "disk": DISK}
+
+
+@functools.cache
+def with_part_on_disk(place: Place, part: str) -> Place:
+    """The place with one part moved to the disk; one object for all homes that live so."""
+    return dataclasses.replace(place, **{part: DISK_TIER})
+
 
 HBM_SHARE = 0.2
 """Of the device memory beside slots and gradient sums, for homes; the rest is for activations and the layer at work."""
@@ -180,7 +188,7 @@ def _with_parts_on_disk(
             place = places[plan]
             may_go = place.update == "cpu" and place.tiers[part] == RAM and (plan.layers or part == "moments")
             if over_bytes > 0 and may_go and sizes[plan][part]:
-                places[plan] = dataclasses.replace(place, **{part: DISK_TIER})
+                places[plan] = with_part_on_disk(place, part)
                 over_bytes -= sizes[plan][part]
     return places
 

@@ -20,10 +20,21 @@ from megatrain.base.errors import UserError
 from megatrain.plan.cost import STEP_SECONDS, cpu_update_seconds
 from megatrain.plan.flops import ModelWork, counted_flops, published_flops
 from megatrain.plan.machine import Machine
-from megatrain.plan.placement import CPU, DISK_TIER, HBM, HBM_TIER, RAM, STREAM, Place, part_bytes, spill_order
+from megatrain.plan.placement import (
+    CPU,
+    DISK_TIER,
+    HBM,
+    HBM_TIER,
+    RAM,
+    STREAM,
+    Place,
+    part_bytes,
+    spill_order,
+    with_part_on_disk,
+)
 from megatrain.plan.schedule import Choice, Schedule, visit_costs
 from megatrain.plan.simulate import Simulation
-from megatrain.plan.timeline import Timeline, TimelineMaker
+from megatrain.plan.timeline import ROOM_SLACK, Timeline, TimelineMaker
 from megatrain.plan.workload import Workload
 from megatrain.spec.model import ModelSpec
 
@@ -142,14 +153,21 @@ class Planner:
         budgets: Budgets | None = None,
         *,
         shares_device: bool = True,
+        sizes: list[dict[str, int]] | None = None,
     ) -> None:
-        """shares_device: as a run that is planned does (see `TimelineMaker`)."""
+        """
+        Args:
+            shares_device: as a run that is planned does (see `TimelineMaker`).
+            sizes: for each home its bytes by part, where they are known.
+        """
         _check_rates(machine, config)
         self.machine, self.spec, self.workload, self.config = machine, spec, workload, config
         self.budgets = budgets or Budgets.of(machine, config)
         keeps = config.clip == "global"
         trainable = set(spec.trainable)
-        self.sizes = [part_bytes(home, trainable, config.moments, keeps_gradients=keeps) for home in spec.homes]
+        self.sizes = sizes or [
+            part_bytes(home, trainable, config.moments, keeps_gradients=keeps) for home in spec.homes
+        ]
         self.maker = TimelineMaker(
             spec,
             workload,
@@ -159,6 +177,17 @@ class Planner:
             shares_device=shares_device,
         )
         self._layered = [index for index, home in enumerate(spec.homes) if home.layers]
+
+    def changed(self, *, workload: Workload | None = None, budgets: Budgets | None = None) -> Planner:
+        """The same search for another workload or other budgets."""
+        return Planner(
+            self.machine,
+            self.spec,
+            workload or self.workload,
+            self.config,
+            budgets or self.budgets,
+            sizes=self.sizes,
+        )
 
     def best(self) -> Plan | None:
         """The fastest candidate that fits, or None. One that leaves room on the device, or the disk alone, is taken
@@ -173,7 +202,7 @@ class Planner:
         return best
 
     def _within(self, budgets: Budgets) -> Plan | None:
-        found = Planner(self.machine, self.spec, self.workload, self.config, budgets)._search()
+        found = self.changed(budgets=budgets)._search()
         return None if found is None else dataclasses.replace(found, budgets=self.budgets)
 
     def _search(self) -> Plan | None:
@@ -191,6 +220,8 @@ class Planner:
 
     def fits(self) -> bool:
         """Whether there is a plan at all, without looking for the best one."""
+        if self.maker.input_bytes > self.budgets.hbm + self.budgets.ram:
+            return False
         return any(True for _ in self.few_choices())
 
     def few_choices(self) -> Iterator[Choice]:
@@ -278,6 +309,8 @@ class Planner:
         budget = self.maker.activation_budget(choice, self.budgets.hbm)
         if budget is None:
             return None
+        if self.maker.input_bytes - budget > self.budgets.ram:
+            return None  # inputs cannot go to disk
         choice = dataclasses.replace(choice, activation_bytes=budget)
         return self._spilled(choice) if others == CPU else self._if_ram_fits(choice)
 
@@ -286,29 +319,44 @@ class Planner:
 
     def _spilled(self, choice: Choice) -> Choice | None:
         """The choice with on disk what host memory cannot take; None where there is no room on disk either."""
-        choice = self.spill(choice, self.budgets.ram) if self.budgets.disk else choice
+        over = self.maker.timeline(choice).peak(RAM) - self.budgets.ram
+        if over <= 0:
+            return choice
+        most = sum(self.sizes[index][part] for part, index in self._movable(choice)) if self.budgets.disk else 0
+        if over > (1 + ROOM_SLACK) * most:
+            return None
+        choice = self.spill(choice, self.budgets.ram, over)
         timeline = self.maker.timeline(choice)
         fits = timeline.peak(RAM) <= self.budgets.ram and timeline.peak(DISK_TIER) <= self.budgets.disk
         return choice if fits else None
 
-    def spill(self, choice: Choice, ram_bytes: int) -> Choice:
-        """With on disk what is over `ram_bytes`, as far as it can go there."""
-        movable = [
+    def _movable(self, choice: Choice) -> list[tuple[str, int]]:
+        """(part, home) in host memory that may go to disk, in the order in which they do."""
+        return [
             (part, index)
             for part in SPILLED
             for index in spill_order(len(self.spec.homes), self.config.clip)
             if choice.places[index].tiers[part] == RAM and choice.places[index].update == "cpu"
             if self.sizes[index][part] and (self.spec.homes[index].layers or part == "moments")
         ]
-        movable.reverse()
+
+    def spill(self, choice: Choice, ram_bytes: int, over: int | None = None) -> Choice:
+        """With on disk what is over `ram_bytes`, as far as it can go there.
+
+        over: by how many bytes the choice is over it, where that is known.
+        """
+        movable = self._movable(choice)[::-1]
+        if over is None:
+            over = self.maker.timeline(choice).peak(RAM) - ram_bytes
         # What goes to disk may need host slots there, so it is looked at again.
-        while movable and (over := self.maker.timeline(choice).peak(RAM) - ram_bytes) > 0:
+        while movable and over > 0:
             places = list(choice.places)
             while movable and over > 0:
                 part, index = movable.pop()
-                places[index] = dataclasses.replace(places[index], **{part: DISK_TIER})
+                places[index] = with_part_on_disk(places[index], part)
                 over -= self.sizes[index][part]
             choice = dataclasses.replace(choice, places=tuple(places))
+            over = self.maker.timeline(choice).peak(RAM) - ram_bytes if movable else 0
         return choice
 
     def _lane_bound(self, choice: Choice, compute_seconds: float) -> float:

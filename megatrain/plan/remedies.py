@@ -7,22 +7,27 @@ from collections.abc import Callable
 
 from megatrain.base.config import Config
 from megatrain.base.errors import PlanError
-from megatrain.base.units import GB, format_number
+from megatrain.base.units import GB, MB, format_number
 from megatrain.plan.machine import Machine
 from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.planner import Plan, Planner
 from megatrain.plan.schedule import Choice
+from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
-from megatrain.spec.model import ModelSpec
+from megatrain.spec.model import ModelSpec, with_bf16_masters
 
-SMALLER = (
+SMALLER: tuple[dict[str, str], ...] = (
     {"optimizer_compression": "8bit"},
     {"optimizer_compression": "4bit"},
     {"clip": "layer"},
     {"optimizer_compression": "8bit", "clip": "layer"},
     {"optimizer_compression": "4bit", "clip": "layer"},
+    {"optimizer_compression": "4bit", "master": "bf16"},
+    {"optimizer_compression": "4bit", "clip": "layer", "master": "bf16"},
 )
 """Settings that need less host memory, those that change least first."""
+CLOSE_BYTES = GB // 20
+"""So near to the least that is enough is a remedy named."""
 
 
 def plan(machine: Machine, spec: ModelSpec, workload: Workload, config: Config) -> Plan:
@@ -42,8 +47,9 @@ def largest_context(machine: Machine, spec: ModelSpec, config: Config, num_seque
 
     def fits(steps: int) -> bool:
         workload = Workload(num_sequences=num_sequences, length=256 * steps, rows=1)
-        return Planner(machine, spec, workload, config).fits()
+        return planner.changed(workload=workload).fits()
 
+    planner = Planner(machine, spec, Workload(num_sequences=num_sequences, length=256, rows=1), config)
     return 256 * _most(fits, 2**18)
 
 
@@ -67,6 +73,12 @@ def _refusal(planner: Planner) -> str:
     needed = planner.maker.timeline(smallest).peak(HBM_TIER)
     if needed > planner.budgets.hbm:
         return f"{what}: {_device_refusal(planner, smallest, needed)}"
+    if not planner.changed(budgets=dataclasses.replace(planner.budgets, ram=2**62)).fits():
+        # Nothing else takes device memory that need not be taken.
+        return (
+            f"{what}: hbm_home_gb={planner.config.hbm_home_gb:g} leaves too little of {_gb(planner.budgets.hbm)} of "
+            "device memory for slots, gradients and the layer at work: give less, or leave it out"
+        )
     return f"{what}: {_host_refusal(planner)}"
 
 
@@ -79,44 +91,75 @@ def _smallest_on_device(planner: Planner) -> Choice:
 
 def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     spec, workload = planner.spec, planner.workload
-    largest = max((home for home in spec.homes if home.layers), key=lambda home: sum(f.numel for f in home.fields))
+    largest = max((home for home in spec.homes if home.layers), key=lambda home: home.numel)
     working = planner.maker.working_bytes(smallest.rows)
-    remedies = [f"a device with {_gb(needed - planner.budgets.hbm)} more{_and_on_the_host(planner, needed)}"]
+    passing = planner.maker.returning_bytes(smallest.rows)
+    parts = {
+        "the CUDA context": CONTEXT_BYTES,
+        f"slot, gradient sums and drains of {largest.name!r}": needed - working - passing - CONTEXT_BYTES,
+        "inputs of layers on their way": passing,
+        f"a micro-batch of {smallest.rows} x {workload.length} in one layer": working,
+    }
+    # Rounded first and added then, so that a reader's sum is the one that is written.
+    unit, name = (MB, "MB") if needed < GB else (GB // 10, "GB")
+    counts = {what: -(-num_bytes // unit) for what, num_bytes in parts.items() if num_bytes > 0}
+    total, has = sum(counts.values()), planner.budgets.hbm // unit
+
+    def shown(count: int) -> str:
+        return f"{count:,} MB" if name == "MB" else f"{count / 10:,g} GB"
+
+    and_more = _and_on_the_host(planner, max(needed, total * unit))
+    remedies = [f"a device with {shown(total - has)} more{and_more}"]
     rows = _fewer_rows(planner)
     if rows:
         remedies.append(f"micro-batches of at most {format_number(rows, 'sequence')}")
     context = largest_context(planner.machine, spec, planner.config, workload.num_sequences)
     if 0 < context < workload.length:
         remedies.append(f"sequences of at most {context:,} tokens")
+    told = ", ".join(f"{shown(count)} for {what}" for what, count in counts.items())
     return (
-        f"device memory is {_gb(planner.budgets.hbm)} and the least that a step needs is {_gb(needed)}: slot, gradient "
-        f"sums and drains of {largest.name!r} {_gb(needed - working)}, and {_gb(working)} for a micro-batch of "
-        f"{smallest.rows} x {workload.length} in one layer. {_enough(remedies)}"
+        f"device memory is {shown(has)} and the least that a step needs is {shown(total)}: {told}. {_enough(remedies)}"
     )
 
 
 def _and_on_the_host(planner: Planner, device_bytes: int) -> str:
     """What would still be missing on a device that is large enough: no remedy is named that is none."""
-    larger = Planner(
-        planner.machine,
-        planner.spec,
-        planner.workload,
-        planner.config,
-        dataclasses.replace(planner.budgets, hbm=device_bytes),
-    )
+    larger = planner.changed(budgets=dataclasses.replace(planner.budgets, hbm=device_bytes))
     if larger.fits():
         return ""
-    needed, _ = _least_on_host(larger)
-    return f", and {_gb(needed - planner.budgets.ram)} more of host memory (or a disk for it)"
+    disk = _disk_remedy(larger)
+    return f", and {_gb(_least_ram(larger) - planner.budgets.ram)} more of host memory{f' (or {disk})' if disk else ''}"
 
 
-def _least_on_host(planner: Planner) -> tuple[int, Choice]:
-    """Host memory of the choice that needs least of it, without a disk."""
-    rooms = dataclasses.replace(planner.budgets, ram=2**62, disk=0)
-    short = Planner(planner.machine, planner.spec, planner.workload, planner.config, rooms)
-    choices = {short.maker.timeline(choice).peak(RAM): choice for choice in short.few_choices()}
-    needed = min(choices)
-    return needed, choices[needed]
+def _least_ram(planner: Planner) -> int:
+    """The least host memory with which a step fits beside the disk that there is."""
+    alone = planner.changed(budgets=dataclasses.replace(planner.budgets, ram=2**62, disk=0))
+    high = min(alone.maker.timeline(choice).peak(RAM) for choice in alone.few_choices())
+    low = planner.budgets.ram
+    while planner.budgets.disk and high - low > CLOSE_BYTES:
+        middle = (low + high) // 2
+        fits = planner.changed(budgets=dataclasses.replace(planner.budgets, ram=middle)).fits()
+        low, high = (low, middle) if fits else (middle, high)
+    return high
+
+
+def _disk_remedy(planner: Planner) -> str:
+    """The least disk with which a step fits beside the host memory that there is; empty if none is enough."""
+    larger = planner.changed(budgets=dataclasses.replace(planner.budgets, disk=2**62))
+    needed = min((larger.maker.timeline(choice).peak(DISK_TIER) for choice in larger.few_choices()), default=0)
+    if not needed:
+        return ""
+    more = f", {_gb(needed - planner.budgets.disk)} more than there is" if planner.budgets.disk else ""
+    return f"offload_dir with {_gb(needed)} free{more}"
+
+
+def _disk_and_fewer_sequences(planner: Planner) -> str:
+    """Where inputs of layers, which cannot go to disk, are too many for any disk to help."""
+    fewer = _fewer_sequences(planner.changed(budgets=dataclasses.replace(planner.budgets, disk=2**62)))
+    if not fewer:
+        return ""
+    workload = _with_sequences(planner.workload, fewer)
+    return f"{_disk_remedy(planner.changed(workload=workload))} and {_at_most(fewer, workload)}"
 
 
 def _enough(remedies: list[str]) -> str:
@@ -125,32 +168,64 @@ def _enough(remedies: list[str]) -> str:
 
 
 def _host_refusal(planner: Planner) -> str:
-    needed, choice = _least_on_host(planner)
-    lacking = needed - planner.budgets.ram
-    remedies = [f"{_gb(lacking)} more of host memory"]
-    for settings in SMALLER:
-        if any(getattr(planner.config, name) == value for name, value in settings.items()):
-            continue
-        other = Planner(
-            planner.machine, planner.spec, planner.workload, dataclasses.replace(planner.config, **settings)
-        )
-        if other.fits():
-            words = " with ".join(f'{name}="{value}"' for name, value in settings.items())
-            saved = _state_bytes(planner) - _state_bytes(other)
-            remedies.append(f"{words} (saves {_gb(saved)})")
-            break
-    spilled = planner.maker.timeline(planner.spill(choice, planner.budgets.ram))
-    if spilled.peak(RAM) <= planner.budgets.ram:
-        on_disk = spilled.peak(DISK_TIER)
-        has = f", {_gb(on_disk - planner.budgets.disk)} more than there is" if planner.budgets.disk else ""
-        remedies.append(f"offload_dir with {_gb(on_disk)} free{has}")
+    needed = _least_ram(planner)
     fewer = _fewer_sequences(planner)
-    if fewer:
-        remedies.append(f"at most {fewer:,} sequences of {planner.workload.length:,} tokens a step")
-    return (
-        f"beside what the device takes, host memory must hold {_gb(needed)} and may hold {_gb(planner.budgets.ram)}. "
-        f"{_enough(remedies)}"
+    remedies = [
+        f"{_gb(needed - planner.budgets.ram)} more of host memory",
+        _format_remedy(planner, or_fewer_sequences=not fewer),
+        _disk_remedy(planner) or ("" if fewer else _disk_and_fewer_sequences(planner)),
+        _at_most(fewer, planner.workload) if fewer else "",
+    ]
+    beside = (
+        f"what the device and {_gb(planner.budgets.disk)} of disk take"
+        if planner.budgets.disk
+        else ("what the device takes")
     )
+    return (
+        f"beside {beside}, host memory must hold {_gb(needed)} and may hold {_gb(planner.budgets.ram)}. "
+        f"{_enough([remedy for remedy in remedies if remedy])}"
+    )
+
+
+def _format_remedy(planner: Planner, *, or_fewer_sequences: bool) -> str:
+    """The formats that change least and are enough; else, where asked for, the smallest, and the sequences that fit."""
+    tried = _smaller(planner)
+    for settings in tried:
+        other = _with(planner, settings)
+        if other.fits():
+            saved = _state_bytes(planner) - _state_bytes(other)
+            return f"{_told(settings)} (saves {_gb(saved)})"
+    fewer = _fewer_sequences(_with(planner, tried[-1])) if tried and or_fewer_sequences else 0
+    return f"{_told(tried[-1])} and {_at_most(fewer, planner.workload)}" if fewer else ""
+
+
+def _smaller(planner: Planner) -> list[dict[str, str]]:
+    """Of `SMALLER` what changes something here, those that change least first."""
+    formats, config = planner.spec.formats, planner.config
+    now = {"optimizer_compression": config.moments, "clip": config.clip, "master": formats.master}
+    found: list[dict[str, str]] = []
+    for settings in SMALLER:
+        changes = {name: value for name, value in settings.items() if now[name] != value}
+        if formats.precision != "bf16":
+            changes.pop("master", None)
+        is_larger = config.moments == "4bit" and "optimizer_compression" in changes
+        if changes and not is_larger and changes not in found:
+            found.append(changes)
+    return found
+
+
+def _with(planner: Planner, settings: dict[str, str]) -> Planner:
+    spec = with_bf16_masters(planner.spec) if "master" in settings else planner.spec
+    config = dataclasses.replace(planner.config, **settings)
+    return Planner(planner.machine, spec, planner.workload, config, planner.budgets)
+
+
+def _told(settings: dict[str, str]) -> str:
+    return " with ".join(f'{name}="{value}"' for name, value in settings.items())
+
+
+def _at_most(num_sequences: int, workload: Workload) -> str:
+    return f"at most {format_number(num_sequences, 'sequence')} of {workload.length:,} tokens a step"
 
 
 def _fewer_rows(planner: Planner) -> int:
@@ -158,7 +233,7 @@ def _fewer_rows(planner: Planner) -> int:
 
     def fits(rows: int) -> bool:
         fewer = dataclasses.replace(planner.workload, rows=rows)
-        return Planner(planner.machine, planner.spec, fewer, planner.config).fits()
+        return planner.changed(workload=fewer).fits()
 
     return 0 if planner.workload.rows is None else _most(fits, planner.workload.rows)
 
@@ -168,11 +243,14 @@ def _fewer_sequences(planner: Planner) -> int:
     workload = planner.workload
 
     def fits(number: int) -> bool:
-        rows = None if workload.rows is None else min(workload.rows, number)
-        fewer = Workload(num_sequences=number, length=workload.length, rows=rows)
-        return Planner(planner.machine, planner.spec, fewer, planner.config).fits()
+        return planner.changed(workload=_with_sequences(workload, number)).fits()
 
     return _most(fits, workload.num_sequences)
+
+
+def _with_sequences(workload: Workload, number: int) -> Workload:
+    rows = None if workload.rows is None else min(workload.rows, number)
+    return Workload(num_sequences=number, length=workload.length, rows=rows)
 
 
 def _state_bytes(planner: Planner) -> int:

@@ -11,6 +11,7 @@ Slots are kept as `transport/slots.py` keeps them; drains in flight are bounded 
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,6 +98,8 @@ class Schedule:
         on_device = int(choice.activation_bytes // self._boundary_bytes)
         self._offloaded = set(blocks[on_device:])
         self._visits = self._order()
+        homes = [spec.layers[layer].home for layer, _ in self._visits]
+        self._streamed_at = [at for at, home in enumerate(homes) if choice.places[home].weights != HBM_TIER]
         self._slots = _make_slots(spec, choice, sizes)
         self._tasks: list[Task] = []
         self._updated: dict[int, int] = {}
@@ -174,16 +177,20 @@ class Schedule:
     def _ahead(self, at: int, home: int) -> list[int]:
         """Distinct streamed homes of the next visits of this step, as many as slots allow."""
         found: list[int] = []
-        for layer, _ in self._visits[at + 1 :]:
-            other = self._spec.layers[layer].home
+        for number in range(bisect.bisect_right(self._streamed_at, at), len(self._streamed_at)):
             if len(found) == len(self._slots) - 1:
                 break
-            if other != home and other not in found and self._choice.places[other].weights != HBM_TIER:
+            other = self._spec.layers[self._visits[self._streamed_at[number]][0]].home
+            if other != home and other not in found:
                 found.append(other)
         return found
 
     def _find(self, home: int, step: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.content == (home, step)), None)
+        content = (home, step)
+        for slot in self._slots:
+            if slot.content == content:
+                return slot
+        return None
 
     def _fetch(self, home: int, step: int, keep: list[int]) -> _Slot | None:
         num_bytes = self._sizes[home]["weights"]
@@ -272,7 +279,7 @@ class Schedule:
     def _gradient_bytes(self, home: int) -> int:
         """That cross the link, kept or not."""
         plan = self._spec.homes[home]
-        return plan.grad_dtype.itemsize * sum(field.numel for field in plan.fields)
+        return plan.grad_dtype.itemsize * plan.numel
 
     def _update(self, home: int, after: tuple[int, ...]) -> None:
         place, plan, sizes = self._choice.places[home], self._spec.homes[home], self._sizes[home]
@@ -328,8 +335,8 @@ def visit_costs(machine: Machine, spec: ModelSpec, workload: Workload, rows: int
     known: dict[object, VisitCost] = {}
     costs = []
     for layer in spec.layers:
-        fields = spec.homes[layer.home].fields
-        key = (layer.kind, layer.matrix_parameters, layer.output_width, layer.attention, sum(f.numel for f in fields))
+        numel = spec.homes[layer.home].numel
+        key = (layer.kind, layer.matrix_parameters, layer.output_width, layer.attention, numel)
         if key not in known:
             known[key] = visit_cost(machine, spec, layer, workload, rows, compiled=compiled)
         costs.append(known[key])

@@ -5,6 +5,7 @@ Pure: plans layouts from names, shapes and dtypes; allocates nothing.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,11 @@ class HomePlan:
 
     grad_dtype: torch.dtype
     """Of gradients on the wire."""
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Parameters of all fields."""
+        return sum(field.numel for field in self.fields)
 
 
 @dataclass(frozen=True, kw_only=True)

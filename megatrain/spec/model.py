@@ -7,6 +7,7 @@ from the transformers config, where there is one; everything else from the modul
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 
 from torch import nn
@@ -127,6 +128,17 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
         vocabulary_size=max((head.out_features for head in heads), default=0),
         max_length=getattr(config, "max_position_embeddings", None),
     )
+
+
+def with_bf16_masters(spec: ModelSpec) -> ModelSpec:
+    """The spec of the same model without low halves of masters."""
+    homes = []
+    for home in spec.homes:
+        fields = {id(field): dataclasses.replace(field, is_split=False) for field in home.fields}
+        parameters = {key: fields[id(field)] for key, field in home.parameters.items()}
+        homes.append(dataclasses.replace(home, fields=list(fields.values()), parameters=parameters))
+    formats = dataclasses.replace(spec.formats, master="bf16")
+    return dataclasses.replace(spec, homes=tuple(homes), formats=formats)
 
 
 def text_config(model: nn.Module) -> object:
