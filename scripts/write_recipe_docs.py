@@ -32,19 +32,23 @@ Any key can be set on the command line, by its dotted name; the value is read as
 runs one tiny step through every path (training, evaluation, a sample, saving). Nothing is kept, except what fetching
 the model leaves in its cache.
 
-A run that was interrupted goes on from its last checkpoint (`training.save_strategy` makes them); Ctrl-C prints the
-command that does it:
+Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, a second one ends the run at once
+(`training.save_strategy` makes checkpoints on the way). A run goes on from its newest checkpoint that is not damaged:
 
+    megatrain resume runs/own_documents training.max_steps=200
     megatrain train recipes/own_documents.yaml training.resume_from_checkpoint=true
 
-`true` is the last checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run measures
+The first takes recipe and settings from the output folder, which keeps them; settings may be added.
+
+`true` is the newest sound checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run measures
 the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run into a
 folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true.
 
 Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type, a
 value that cannot work or a missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only
 `true` and `false` are true and false. A mistake of the user's ends the command with exit code 2, a failure while
-running with 1, Ctrl-C with 130.
+running with 1, Ctrl-C with 130 where no training had begun, or at the second one; `megatrain verify` that found damage
+with 1.
 
 Two recipes to start from: [quickstart.yaml](../recipes/quickstart.yaml) (a small model, text that every Python has,
 3 to 5 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).
