@@ -174,6 +174,7 @@ def check_places(precision: str, **settings: Any) -> str:
         "model.layers.0": Place(moments="hbm", update="device"),
         "model.layers.1": "disk",
         "model.layers.2": Place(weights="disk"),
+        "resident": Place(moments="hbm", update="device"),
     }
     for places in ("hbm", "stream", mixed, "disk", tiers):
         options = StreamOptions(places=places, poison=True, lane_delay_seconds=0.002)
