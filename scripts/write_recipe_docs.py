@@ -40,9 +40,9 @@ Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, a second one ends 
 
 The first takes recipe and settings from the output folder, which keeps them; settings may be added.
 
-`true` is the newest sound checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run measures
-the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run into a
-folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true.
+`true` is the newest sound checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run
+measures the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run
+into a folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true.
 
 Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type, a
 value that cannot work or a missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only

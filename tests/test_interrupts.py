@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from comparing import assert_equal, gradients, stream, the_engine
+from interrupting import interrupted
 from model_zoo import Block, Stack, make_batch
 
 import megatrain as mt
 from megatrain.base.errors import RefusedError
 from megatrain.execute.parameters import HomeParameter
 from megatrain.plan.placement import Place
-
-OURS = ("megatrain/execute", "megatrain/transport", "megatrain/store", "contextlib.py")
 
 
 def in_order(stack: Stack, x: torch.Tensor) -> torch.Tensor:
@@ -30,30 +27,6 @@ def in_order(stack: Stack, x: torch.Tensor) -> torch.Tensor:
 
 def make_stack() -> Stack:
     return Stack([Block(16) for _ in range(3)], in_order)
-
-
-def interrupted(run: Callable[[], Any], at: int | None) -> int:
-    """Raise KeyboardInterrupt at the `at`-th place where the interpreter looks for signals: where a function of ours
-    starts, or a C function it called ends. Returns the number of places."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        if event not in ("call", "c_return") or not any(part in frame.f_code.co_filename for part in OURS):
-            return
-        count += 1
-        if count == at:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def plain_step(model: Any) -> None:

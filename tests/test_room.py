@@ -12,6 +12,7 @@ import torch
 from comparing import assert_equal, stream, the_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted
 from model_zoo import make_model, padded_batch
 
 import megatrain as mt
@@ -218,6 +219,35 @@ def test_room_comes_back_from_work_that_failed() -> None:
     fence.fail(RuntimeError("broken link"))
     pool.take(PAGE_BYTES)
     assert pool.total_bytes == PAGE_BYTES
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_lose_no_room() -> None:
+    """But for the one buffer that the interrupt kept from coming into somebody's hands, or back from them."""
+
+    def some_turns(pool: BufferPool, held: list[torch.Tensor]) -> None:
+        for pages in (2, 1, 3):
+            held.append(pool.take(pages * PAGE_BYTES, at_end=pages == 1))
+            held[-1].fill_(pages)
+        while held:
+            pool.give_back(held.pop())
+
+    num_places = interrupted(lambda: some_turns(make_pool(first_bytes=8 * PAGE_BYTES), []), None)
+    assert num_places > 50
+    for at in range(1, num_places + 1):
+        pool, held = make_pool(first_bytes=8 * PAGE_BYTES), []
+        interrupted(lambda pool=pool, held=held: some_turns(pool, held), at)
+        mine = [buffer.clone() for buffer in held]
+        others = [pool.take(PAGE_BYTES) for _ in range(2)]
+        for buffer in others:
+            buffer.fill_(9)
+        assert all(torch.equal(buffer, then) for buffer, then in zip(held, mine, strict=True)), at
+        for buffer in others:
+            pool.give_back(buffer)
+        lost_bytes = pool.used_bytes - sum(buffer.numel() for buffer in held)
+        assert 0 <= lost_bytes <= 3 * PAGE_BYTES, at
+        free = sorted(span for chunk in pool._chunks for span in chunk.free)
+        assert sum(stop - start for start, stop in free) == pool.total_bytes - pool.used_bytes
 
 
 def test_threads_share_a_pool() -> None:

@@ -11,7 +11,8 @@ of all, one chunk takes the place of all, as large as what was needed most; but 
 only what needs more than ever before takes memory, which costs 0.05-0.1 s/GiB where it is page-locked.
 
 Rules: free chunks make room for new ones, so that beside what is needed most the pool holds only the gaps between. A
-buffer is cut again only behind whatever used it; where that is what is lacking, whoever takes one waits for it.
+buffer is cut again only behind whatever used it; where that is what is lacking, whoever takes one waits for it. What is
+taken is noted in one place; all else follows from it, and is made anew after an interrupt.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,24 @@ class _Chunk:
         self.free = merged
 
 
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """Of a chunk: what a buffer is."""
+
+    chunk: _Chunk
+    start: int
+    stop: int
+
+    @property
+    def address(self) -> int:
+        return self.chunk.memory.data_ptr() + self.start
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Returned:
     """A buffer on its way back."""
 
-    buffer: torch.Tensor
+    cut: _Cut
     behind: Fence
     needs: Fence | None
     is_held: Callable[[], bool] | None
@@ -107,8 +121,8 @@ class BufferPool:
         self._poison = poison
         self._used_bytes = 0
         self._chunks: list[_Chunk] = []
-        self._taken: dict[int, tuple[_Chunk, int, int]] = {}
-        """Address of a buffer -> its chunk, start and stop."""
+        self._taken: dict[int, _Cut] = {}
+        """By address."""
         # Outside the lock: the garbage collector may give back in the middle of anything.
         self._inbox: deque[_Returned] = deque()
         self._returned: list[_Returned] = []
@@ -116,11 +130,13 @@ class BufferPool:
         """Of chunks that were made while others had room, since there was one chunk."""
         self._gap_share = 0.0
         self._lock = threading.Lock()
+        self._is_whole = True
+        """Not in the middle of a change; where the lock is free, no interrupt left one undone."""
 
     @property
     def used_bytes(self) -> int:
         """Those on their way back, which something still uses, count."""
-        with self._lock:
+        with self._changing():
             self._collect()
             return self._used_bytes
 
@@ -130,7 +146,7 @@ class BufferPool:
 
     def reserve(self) -> None:
         """Take the first chunk now."""
-        with self._lock:
+        with self._changing():
             if not self._chunks:
                 self._grow(self._first_bytes)
 
@@ -154,7 +170,7 @@ class BufferPool:
 
     def _take(self, num_bytes: int, *, at_end: bool, may_grow: bool) -> torch.Tensor | None:
         while True:
-            with self._lock:
+            with self._changing():
                 buffer, awaited = self._try_to_take(num_bytes, at_end, may_grow)
             if buffer is not None or awaited is None:
                 return buffer
@@ -178,9 +194,24 @@ class BufferPool:
             is_held: whether somebody still holds a view of it, for as long as they like.
             keeps: whatever must live until then.
         """
-        self._inbox.append(
-            _Returned(buffer=buffer, behind=behind or Fence.done(), needs=needs, is_held=is_held, keeps=keeps)
-        )
+        cut = self._taken[buffer.data_ptr()]
+        self._inbox.append(_Returned(cut=cut, behind=behind or Fence.done(), needs=needs, is_held=is_held, keeps=keeps))
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            if not self._is_whole:
+                self._mend()
+            self._is_whole = False
+            yield
+            self._is_whole = True
+
+    def _mend(self) -> None:
+        for chunk in self._chunks:
+            chunk.free = [(0, chunk.memory.numel())]
+        for cut in self._taken.values():
+            cut.chunk.cut(cut.start, cut.stop)
+        self._used_bytes = sum(cut.stop - cut.start for cut in self._taken.values())
 
     def _try_to_take(self, num_bytes: int, at_end: bool, may_grow: bool) -> tuple[torch.Tensor | None, Fence | None]:
         """A buffer, or what to wait for before the next try, or neither."""
@@ -196,28 +227,34 @@ class BufferPool:
             return None, awaited
         chunk, first, last = place or self._grow(num_bytes)
         start = last - num_bytes if at_end else first
-        stop = start + num_bytes
-        chunk.cut(start, stop)
-        buffer = chunk.memory[start:stop]
-        self._taken[buffer.data_ptr()] = chunk, start, stop
+        cut = _Cut(chunk, start, start + num_bytes)
+        self._taken[cut.address] = cut
+        chunk.cut(cut.start, cut.stop)
         self._used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-        return buffer, None
+        return chunk.memory[cut.start : cut.stop], None
 
     def _collect(self) -> None:
         while self._inbox:
             self._returned.append(self._inbox.popleft())
-        over = [one for one in self._returned if one.is_over]
-        self._returned = [one for one in self._returned if one not in over]
-        for one in over:
-            if one.behind.error is not None:
-                _let_copies_end()
-            chunk, start, stop = self._taken.pop(one.buffer.data_ptr())
-            if self._poison:
-                one.buffer.fill_(0xFF)
-                _let_copies_end()  # also of the poison
-            chunk.give_back(start, stop)
-            self._used_bytes -= stop - start
+        waiting = []
+        for one in self._returned:
+            if not one.is_over:
+                waiting.append(one)
+            elif self._taken.get(one.cut.address) is one.cut:  # else an interrupt came right after the next line
+                self._free(one)
+        self._returned = waiting
+
+    def _free(self, one: _Returned) -> None:
+        chunk, start, stop = one.cut.chunk, one.cut.start, one.cut.stop
+        if one.behind.error is not None:
+            _let_copies_end()
+        if self._poison:
+            chunk.memory[start:stop].fill_(0xFF)
+            _let_copies_end()  # also of the poison
+        del self._taken[one.cut.address]
+        chunk.give_back(start, stop)
+        self._used_bytes -= stop - start
 
     def _find(self, num_bytes: int, at_end: bool) -> tuple[_Chunk, int, int] | None:
         """The lowest free range that is large enough, or the uppermost."""
