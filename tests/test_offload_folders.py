@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
 from collections.abc import Iterator
@@ -81,31 +82,32 @@ def store(tmp_path: Path, calls: Faults) -> DiskStore:
     return DiskStore([tmp_path], num_threads=2, block_bytes=4 * PAGE_BYTES, calls=calls)
 
 
-@pytest.fixture
-def limit() -> Iterator[None]:
-    """`ulimit -f` of this process, in bytes."""
+@contextlib.contextmanager
+def limit(num_bytes: int) -> Iterator[None]:
+    """`ulimit -f` of this process within the block: outside it pytest writes its own files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_BYTES, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("limit")
 def test_a_limit_of_the_process_is_named(store: DiskStore, calls: Faults) -> None:
-    with pytest.raises(UserError, match=r"cannot reserve 16.0 MiB .File too large.: .*4.0 MiB.*raise it, .*ulimit -f"):
+    told = r"cannot reserve 16.0 MiB .File too large.: .*4.0 MiB.*raise it, .*ulimit -f"
+    with limit(LARGEST_BYTES), pytest.raises(UserError, match=told):
         store.allocate(4 * LARGEST_BYTES)
     extent = store.allocate(NUM_BYTES)
     calls.on_write = fail = Times(errno.EFBIG, -1)
-    with pytest.raises(DiskError, match=r"could not write .*File too large.: .*4.0 MiB.*raise it, .*ulimit -f"):
+    told = r"could not write .*File too large.: .*4.0 MiB.*raise it, .*ulimit -f"
+    with limit(LARGEST_BYTES), pytest.raises(DiskError, match=told):
         extent.write(0, random_buffer(NUM_BYTES)).wait()
     assert fail.num_calls <= NUM_BYTES // PAGE_BYTES / 4, "each block is tried once: it does not pass"
 
 
-@pytest.mark.usefixtures("limit")
 def test_a_limit_below_a_page(tmp_path: Path) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    with pytest.raises(UserError, match=r"cannot be used for files of homes .*1.0 KiB.*raise it, .*ulimit -f"):
+    told = r"cannot be used for files of homes .*1.0 KiB.*raise it, .*ulimit -f"
+    with limit(1024), pytest.raises(UserError, match=told):
         DiskStore([tmp_path / "folder"])
 
 
