@@ -136,12 +136,26 @@ def resume(
     run(folder, overrides or [])
 
 
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run, or a saved model.", metavar="CHECKPOINT")],
+    folder: Annotated[Path, typer.Argument(help="A new folder.", metavar="DIR")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, or fp32: the exact masters. Left out: as they were saved.")
+    ] = None,
+) -> None:
+    """Make a checkpoint a model to give away: weights, config, tokenizer, a card."""
+    from megatrain.commands.export import export as run
+
+    run(checkpoint, folder, dtype)
+
+
 VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "resume": resume,
     "plan": plan,
     "doctor": doctor,
     "verify": verify,
+    "export": export,
 }
 
 

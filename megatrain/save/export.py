@@ -1,0 +1,172 @@
+"""A checkpoint as a model to give away: weights in one dtype, config, tokenizer, a card, and nothing of training alone.
+
+Rule: a file of weights is in memory at a time. What is rounded is said; an exact fp32 master needs what the checkpoint
+holds of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatrain.base.errors import UserError
+from megatrain.save.checkpoints import MANIFEST_NAME, check_sound
+from megatrain.save.folder import WEIGHT_NAMES, whole_folder
+from megatrain.save.weights import LOW_HALVES_NAME, weight_files
+from megatrain.store.masters import join
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CARD_NAME = "README.md"
+INDEX_NAME = WEIGHT_NAMES[1]
+STATE_NAME = "trainer_state.json"
+_OF_TRAINING = {MANIFEST_NAME, LOW_HALVES_NAME, STATE_NAME, "optimizer.pt", "scheduler.pt", "training_args.bin"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    num_tensors: int
+    num_bytes: int
+    words: str
+    """What the weights are: as they were, rounded, or exact masters."""
+
+
+def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported:
+    """Write the model in `checkpoint` to the new folder `target`, complete or not at all.
+
+    Args:
+        dtype: "bf16" (nearest, ties to even), "fp32" (the exact masters), or None: as they are.
+
+    Raises UserError: no weights, damage, a dtype that cannot be had, a target that is no new folder.
+    """
+    check_sound(checkpoint, "CHECKPOINT")
+    files = weight_files(checkpoint)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"DIR: {target} is there already and not empty; give a new folder")
+    halves = _Halves(checkpoint / LOW_HALVES_NAME) if dtype == "fp32" else None
+    wanted = None if dtype is None else DTYPES[dtype]
+    places: dict[str, str] = {}
+    num_bytes, seen = 0, set()
+    with whole_folder(target, needed_bytes=_needed_bytes(files, wanted)) as folder:
+        for path in files:
+            tensors = _read(path, wanted, halves, seen)
+            _write(tensors, folder / path.name)
+            places |= dict.fromkeys(tensors, path.name)
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if halves is not None and halves.unused():
+            raise UserError(
+                f"CHECKPOINT: {checkpoint} holds low halves of {halves.unused()[0]} and others that its files of "
+                "weights name differently: resume from it and call trainer.save_model() of a model loaded in float32"
+            )
+        if len(files) > 1:
+            total = {"total_size": num_bytes}
+            _dump({"metadata": total, "weight_map": dict(sorted(places.items()))}, folder / INDEX_NAME)
+        names = sorted(str(one).removeprefix("torch.") for one in seen)
+        _copy_others(checkpoint, folder, names[0] if len(names) == 1 else None)
+        words = _words(dtype, halves)
+        (folder / CARD_NAME).write_text(_card(checkpoint, words, names), encoding="utf-8")
+    return Exported(num_tensors=len(places), num_bytes=num_bytes, words=words)
+
+
+class _Halves:
+    """Low halves of masters by the names of their weights; none where weights are whole."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(path, framework="pt") if path.is_file() else None
+        self._left = set() if self._file is None else set(self._file.keys())
+        self.is_any = bool(self._left)
+
+    def master(self, name: str, weights: torch.Tensor) -> torch.Tensor:
+        if self._file is None or name not in self._left:
+            return weights.float()
+        self._left.remove(name)
+        return join(weights.view(-1), self._file.get_tensor(name)).view(weights.shape)
+
+    def unused(self) -> list[str]:
+        return sorted(self._left)
+
+
+def _read(
+    path: Path, wanted: torch.dtype | None, halves: _Halves | None, seen: set[torch.dtype]
+) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    tensors = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and wanted is not None:
+                tensor = tensor.to(wanted) if halves is None else halves.master(name, tensor)
+            if tensor.is_floating_point():
+                seen.add(tensor.dtype)
+            tensors[name] = tensor
+    return tensors
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _needed_bytes(files: list[Path], wanted: torch.dtype | None) -> int:
+    num_bytes = sum(path.stat().st_size for path in files)
+    # At most: from two bytes to four.
+    return 2 * num_bytes if wanted == torch.float32 else num_bytes
+
+
+def _copy_others(checkpoint: Path, folder: Path, dtype: str | None) -> None:
+    """Config, tokenizer, chat template, code: whatever is not of training."""
+    for path in sorted(checkpoint.iterdir()):
+        is_of_training = path.name in _OF_TRAINING or path.name.startswith("rng_state")
+        if not path.is_file() or is_of_training or path.suffix == ".safetensors" or path.name == INDEX_NAME:
+            continue
+        shutil.copyfile(path, folder / path.name)
+    config = folder / "config.json"
+    if config.is_file() and dtype is not None:
+        values = json.loads(config.read_text(encoding="utf-8"))
+        for key in ("dtype", "torch_dtype"):
+            if key in values:
+                values[key] = dtype
+        _dump(values, config)
+
+
+def _words(dtype: str | None, halves: _Halves | None) -> str:
+    if dtype is None:
+        return "weights as they were saved"
+    if halves is None:
+        return "weights in bfloat16, rounded to nearest where they were wider"
+    return "exact fp32 masters" if halves.is_any else "weights in float32, widened where they were saved narrower"
+
+
+def _card(checkpoint: Path, words: str, dtypes: list[str]) -> str:
+    """The model card: what was trained, as far as the checkpoint tells."""
+    lines = ["---", "library_name: transformers", "---", "", "# Model", ""]
+    lines.append(f"Trained with MegaTrain, all parameters. {words.capitalize()} ({', '.join(dtypes)}).")
+    state_file = checkpoint / STATE_NAME
+    if state_file.is_file():
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+        logs = state.get("log_history", [])
+        rows = {
+            "steps": f"{state['global_step']:,} of {state['max_steps']:,}",
+            "epochs": f"{state['epoch']:.3g}" if state.get("epoch") is not None else None,
+            "last training loss": _last(logs, "loss"),
+            "last evaluation loss": _last(logs, "eval_loss"),
+        }
+        lines += ["", "| | |", "| --- | --- |"]
+        lines += [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _last(logs: list[dict], name: str) -> str | None:
+    values = [log[name] for log in logs if name in log]
+    return f"{float(values[-1]):.4f}" if values else None
+
+
+def _dump(values: dict, path: Path) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
