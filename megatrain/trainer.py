@@ -254,6 +254,7 @@ class Trainer(CheckpointingTrainer):
         # accelerate takes an optimizer so marked as it is. Its wrapper would copy the state through the device, and
         # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
         optimizer._is_accelerate_prepared = True
+        self.check_space(max_steps)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

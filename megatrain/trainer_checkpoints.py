@@ -6,7 +6,10 @@ homes group by group.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,14 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from megatrain.base.errors import UserError
+from megatrain.base.paths import existing_parent
+from megatrain.base.units import format_bytes
 from megatrain.execute.engine import Engine
 from megatrain.save.checkpoints import check_sound, checkpoints_in, newest_sound, write_manifest
 from megatrain.save.folder import whole_folder
 from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
+
+logger = logging.getLogger("megatrain")
 
 
 class CheckpointingTrainer(transformers.Trainer):
@@ -39,6 +46,38 @@ class CheckpointingTrainer(transformers.Trainer):
         elif isinstance(given, str) and os.path.isdir(given):
             check_sound(Path(given), "resume_from_checkpoint")
         return given
+
+    def check_space(self, num_steps: int) -> None:
+        """Before the first step. Raises UserError where the disk cannot hold the checkpoints that are there at once."""
+        num_saves = self._num_saves(num_steps)
+        if not num_saves:
+            return
+        limit = self.args.save_total_limit
+        # The oldest goes only when the newest is complete.
+        num_at_once = min(num_saves, limit + 1) if limit else 1
+        optimizer = None if self.args.save_only_model else self.optimizer
+        each_bytes = checkpoint_bytes(self.model, self.engine, optimizer)
+        free_bytes = shutil.disk_usage(existing_parent(Path(self.args.output_dir))).free
+        if num_at_once * each_bytes > free_bytes:
+            raise UserError(
+                f"output_dir: {self.args.output_dir} has {format_bytes(free_bytes)} free, and {num_at_once} of its "
+                f"checkpoints need {format_bytes(num_at_once * each_bytes)}: make room there, choose a folder on "
+                "another disk, or keep fewer (save_total_limit, save_only_model)"
+            )
+        if not limit and num_saves * each_bytes > free_bytes:
+            logger.warning(
+                "%s has room for %d of the %d checkpoints of this run (%s each): set save_total_limit",
+                self.args.output_dir,
+                free_bytes // each_bytes,
+                num_saves,
+                format_bytes(each_bytes),
+            )
+
+    def _num_saves(self, num_steps: int) -> int:
+        kind, every = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)), self.args.save_steps
+        if kind == "steps":
+            return math.ceil(num_steps / (every if every >= 1 else max(1, math.ceil(every * num_steps))))
+        return {"no": 0, "best": 2}.get(kind, max(1, math.ceil(self.args.num_train_epochs)))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from megatrain import cli
 from megatrain.base.errors import StoppedRunError, UserError
 from megatrain.save.checkpoints import MANIFEST_NAME, checkpoints_in, damage_of, write_manifest
 from megatrain.save.folder import whole_folder
+from megatrain.save.weights import checkpoint_bytes
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,38 @@ def test_where_all_are_damaged_nothing_is_gone_on_from(run: Path) -> None:
     trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
     with pytest.raises(UserError, match=r"every checkpoint is damaged; the last, .*checkpoint-6: optimizer\.pt"):
         trainer.train(resume_from_checkpoint=True)
+
+
+# Space
+
+Disk = collections.namedtuple("Disk", "total used free")
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(0, 0, int(num_bytes)))
+
+
+def test_space_for_checkpoints_is_seen_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = mt.Trainer(llama(), arguments(tmp_path, save_strategy="steps", save_steps=2), train_dataset=rows())
+    trainer.create_optimizer()
+    each_bytes = checkpoint_bytes(trainer.model, trainer.engine, trainer.optimizer)
+    with_free(monkeypatch, 0.9 * each_bytes)
+    with pytest.raises(UserError, match=r"output_dir: .* and 1 of its checkpoints need"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    with_free(monkeypatch, 2.9 * each_bytes)
+    trainer.check_space(6)
+    assert "has room for 2 of the 3 checkpoints of this run" in caplog.text
+    trainer.args.save_total_limit = 2
+    with pytest.raises(UserError, match="and 3 of its checkpoints need"):
+        trainer.check_space(6)
+    with_free(monkeypatch, 3 * each_bytes)
+    trainer.check_space(6)
+    trainer.args.save_strategy = "no"
+    with_free(monkeypatch, 0)
+    trainer.check_space(6)
 
 
 # megatrain verify

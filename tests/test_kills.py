@@ -27,7 +27,7 @@ SETTINGS = {
     "in memory": {},
     "8-bit moments, on disk": {"optimizer_compression": "8bit", "max_ram_gb": 4e-5, "offload_dir": "homes"},
 }
-OURS = ("/megatrain/", "/safetensors/", "/shutil.py", "/pathlib.py", "/torch/serialization.py")
+OURS = ("megatrain/", "safetensors/", "shutil.py", "pathlib.py", "torch/serialization.py")
 
 servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(["trainer_helpers"])
