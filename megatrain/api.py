@@ -151,8 +151,8 @@ def stream(
         engine.report.learn = learn
         engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
     with _closed_on_failure(engine):
-        move_homes(model, plans, homes, initialize, memory.lock)
-    replace_parameters(model, engine, plans, homes)
+        take_over = functools.partial(replace_parameters, model, engine, plans, homes)
+        move_homes(model, plans, homes, initialize, memory.lock, take_over)
     install(model, engine)
     print(engine.summary(), flush=True)
     return model

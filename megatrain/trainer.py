@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,7 @@ from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
 from megatrain.save.folder import check_place
-from megatrain.stopping import StopWhenTold
+from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
 from megatrain.trainer_checkpoints import CheckpointingTrainer
 
 logger = logging.getLogger("megatrain")
@@ -93,26 +94,40 @@ class Trainer(CheckpointingTrainer):
         """
         if self.args.save_strategy != "no":
             check_place(self.args.output_dir, "output_dir")
-        stop = StopWhenTold()
-        self.add_callback(stop)
+        self._stop = StopWhenTold()
+        self.add_callback(self._stop)
+        saves_model_alone = self.args.save_only_model
         try:
-            with stop.listening():
+            with self._stop.listening():
                 output = super().train(self.sound_checkpoint(resume_from_checkpoint), *args, **kwargs)
+        except BrokenPipeError:
+            if not self._stop.is_stopping:
+                raise
+            # What the output was piped into has ended by the same Ctrl-C, in the middle of the log of the last step.
+            drop_dead_pipes()
+            if not os.path.isdir(self.checkpoint_dir()):
+                self._save_checkpoint(self.model, trial=None)
         finally:
-            self.remove_callback(stop)
+            self.args.save_only_model = saves_model_alone
+            self.remove_callback(self._stop)
         self.engine.wait()
         self.engine.report.finish()
-        if stop.told is not None:
-            self.say_how_to_go_on(stop.name)
+        if self._stop.is_stopping:
+            self.say_how_to_go_on(self._stop.name)
             raise StoppedRunError
         return output
 
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._stop.is_stopping:
+            # The run is not over: no best model yet, and the last checkpoint is the one to go on from.
+            self.state.best_model_checkpoint = None
+        return super()._finalize_training(trial, *args, **kwargs)
+
     def say_how_to_go_on(self, name: str) -> None:
         """After a signal (its name) and the checkpoint."""
-        print(
+        say(
             f"megatrain: ended by {name} after step {self.state.global_step}; go on with "
-            "trainer.train(resume_from_checkpoint=True)",
-            flush=True,
+            "trainer.train(resume_from_checkpoint=True)"
         )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

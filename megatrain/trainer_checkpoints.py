@@ -47,6 +47,10 @@ class CheckpointingTrainer(transformers.Trainer):
             check_sound(Path(given), "resume_from_checkpoint")
         return given
 
+    def checkpoint_dir(self) -> str:
+        """Of this step."""
+        return _checkpoint_dir(self.args.output_dir, self.state.global_step)
+
     def check_space(self, num_steps: int) -> None:
         """Before the first step. Raises UserError where the disk cannot hold the checkpoints that are there at once."""
         num_saves = self._num_saves(num_steps)

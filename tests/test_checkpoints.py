@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupting import interrupted
 from trainer_helpers import arguments, assert_equal_weights, llama, rows, train, weights
 from transformers import TrainerCallback
 
@@ -83,17 +87,39 @@ def test_the_newest_sound_checkpoint_is_gone_on_from(run: Path, caplog: pytest.L
     (run / "checkpoint-4" / "optimizer.pt").unlink()
     trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
     trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-6 is damaged (model.safetensors has changed since it was written): going on from" in caplog.text
-    assert "checkpoint-4 is damaged (optimizer.pt is missing): going on from checkpoint-2" in caplog.text
+    assert "checkpoint-6 cannot be gone on from (model.safetensors has changed since it was written)" in caplog.text
+    assert "checkpoint-4 cannot be gone on from (it has no optimizer.pt): going on from checkpoint-2" in caplog.text
     whole, _ = train(mt.Trainer, run / "again")
     assert_equal_weights(weights(trainer.model), weights(whole.model))
+
+
+def cut_without_manifest(folder: Path) -> None:
+    (folder / MANIFEST_NAME).unlink()
+    cut_short(folder / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "it has no trainer_state.json"),
+        (cut_without_manifest, r"optimizer.pt cannot be read \(its end is missing\)"),
+    ],
+)
+def test_what_has_no_manifest_is_looked_at_too(
+    run: Path, harm: Callable[[Path], Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    harm(run / "checkpoint-6")
+    trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
+    trainer.train(resume_from_checkpoint=True)
+    assert re.search(f"checkpoint-6 cannot be gone on from .{told}.*going on from checkpoint-4", caplog.text)
+    assert cli.run_command(["verify", str(run)]) == 1
 
 
 def test_where_all_are_damaged_nothing_is_gone_on_from(run: Path) -> None:
     for folder in checkpoints_in(run):
         cut_short(folder / "optimizer.pt")
     trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
-    with pytest.raises(UserError, match=r"every checkpoint is damaged; the last, .*checkpoint-6: optimizer\.pt"):
+    with pytest.raises(UserError, match=r"no checkpoint can be gone on from; the last, .*checkpoint-6: optimizer"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -194,6 +220,28 @@ def test_everything_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, mon
     assert ("sync", str(tmp_path)) in events[renamed:]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("options", [{}, {"keep_others": True}])
+def test_an_interrupt_leaves_the_old_files_or_the_new(options: dict[str, Any], tmp_path: Path) -> None:
+    def save(folder: Path, text: str) -> None:
+        with whole_folder(folder, **options) as staging:
+            (staging / "a").write_text(text)
+            (staging / "model.safetensors").write_text(text)
+
+    save(tmp_path / "0", "old")
+    num_places = interrupted(lambda: save(tmp_path / "0", "new"), None, ours=("megatrain/save",))
+    assert num_places > 30
+    for at in range(1, num_places + 1):
+        folder = tmp_path / str(at)
+        save(folder, "old")
+        interrupted(lambda folder=folder: save(folder, "new"), at, ours=("megatrain/save",))
+        found = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+        assert found.keys() == {"a", "model.safetensors"}, at
+        assert len(set(found.values())) == 1, at
+        save(folder, "newest")
+        assert {path.read_text() for path in folder.iterdir() if path.is_file()} == {"newest"}
+
+
 # Signals
 
 
@@ -206,6 +254,94 @@ class Signalled(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.at:
             os.kill(os.getpid(), self.number)
+
+
+class SignalledIn(TrainerCallback):
+    """Sends a signal in an event, from some step on."""
+
+    def __init__(self, event: str, at: int) -> None:
+        self.at = at
+        setattr(self, event, self.send)
+
+    def send(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.at:
+            self.at = 10**9
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate", "on_log", "on_epoch_end", "on_save", "on_train_end"])
+def test_a_signal_at_the_end_changes_nothing(event: str, tmp_path: Path) -> None:
+    trainer = mt.Trainer(
+        llama(),
+        arguments(tmp_path, eval_strategy="epoch"),
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        callbacks=[SignalledIn(event, at=6)],
+    )
+    assert trainer.train().global_step == 6
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_evaluate", "on_epoch_end", "on_epoch_begin"])
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_signal_anywhere_leaves_a_run_that_goes_on_bit_for_bit(event: str, at: int, tmp_path: Path) -> None:
+    """Step 3 ends the epoch: its evaluation draws random numbers, and is of the run."""
+
+    def make(folder: str, *callbacks: TrainerCallback) -> mt.Trainer:
+        settings = arguments(tmp_path / folder, eval_strategy="epoch", num_train_epochs=3)
+        return mt.Trainer(
+            llama(attention_dropout=0.2),
+            settings,
+            train_dataset=rows(),
+            eval_dataset=rows(4),
+            callbacks=list(callbacks),
+        )
+
+    whole = make("whole")
+    whole.train()
+    with pytest.raises(StoppedRunError):
+        make("ended", SignalledIn(event, at)).train()
+    resumed = make("ended")
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_weights(weights(resumed.model), weights(whole.model))
+
+
+def test_the_checkpoint_of_a_signal_stays_though_another_is_the_best(tmp_path: Path) -> None:
+    trainer = mt.Trainer(
+        llama(),
+        arguments(tmp_path, learning_rate=1.0, save_strategy="steps", save_steps=2, eval_strategy="steps",
+                  eval_steps=2, load_best_model_at_end=True, save_total_limit=1),
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        callbacks=[Signalled(signal.SIGINT, at=4)],
+    )  # fmt: skip
+    with pytest.raises(StoppedRunError):
+        trainer.train()
+    assert checkpoints_in(tmp_path)[-1].name == "checkpoint-5"
+
+
+def test_output_that_has_gone_does_not_stop_the_save(tmp_path: Path) -> None:
+    """Ctrl-C ends what the output is piped into as well."""
+    script = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from trainer_helpers import *\n"
+        f"settings = arguments({str(tmp_path)!r}, num_train_epochs=100000)\n"
+        "trainer = mt.Trainer(llama(), settings, train_dataset=rows())\n"
+        "print('go', file=sys.stderr, flush=True)\n"
+        "trainer.train()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "'loss'" not in process.stdout.readline():
+            pass
+        process.stdout.close()
+        os.kill(process.pid, signal.SIGINT)
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) == 0, errors
+    assert len(checkpoints_in(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import megatrain as mt
 import megatrain.load.deferral as deferral
+from megatrain import api
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.execute.deferred import DeferredParameter
@@ -234,3 +235,23 @@ def test_a_layer_that_was_asked_for_before_comes_back_too(tmp_path: Path, monkey
             mt.stream(model)
     assert read > 1 and num_deferred(model) == count - read
     assert_equal(plain.state_dict(), streamed_again(model).state_dict())
+
+
+def test_an_interrupt_while_homes_take_over_gives_the_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    mt.init(device="cpu", precision="fp32")
+    model = make_model("llama")
+    before = dict(model.named_parameters())
+    values = {name: value.detach().clone() for name, value in before.items()}
+    replace = api.replace_parameters
+
+    def half_way(*args: Any) -> None:
+        replace(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "replace_parameters", half_way)
+    with pytest.raises(KeyboardInterrupt):
+        mt.stream(model)
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in values)
+    monkeypatch.undo()
+    closed_later(mt.stream(model))

@@ -68,6 +68,9 @@ def test_interrupts_while_updates_are_queued() -> None:
     plain_step(model)
     num_places = interrupted(optimizer.step, None)
     optimizer.zero_grad()
+    first = {name: value.clone() for name, value in make_stack().state_dict().items()}
+    model.load_state_dict(first)
+    num_steps = dict.fromkeys(dict(model.named_parameters()), 1)
     for at in range(1, num_places, 5):
         plain_step(model)
         interrupted(optimizer.step, at)
@@ -79,7 +82,11 @@ def test_interrupts_while_updates_are_queued() -> None:
             assert torch.equal(model(**make_batch())["loss"], plain(**make_batch())["loss"]), at
         the_engine(model).wait()
         assert_equal(weights, dict(mt.named_parameters(model)))
-        model.load_state_dict(make_stack().state_dict())
+        counted = {name: int(optimizer.state[parameter]["step"]) for name, parameter in model.named_parameters()}
+        moved = {name for name, value in first.items() if not torch.equal(value, weights[name])}
+        assert moved == {name for name, count in counted.items() if count > num_steps[name]}, at
+        num_steps = counted
+        model.load_state_dict(first)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -73,6 +73,20 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
         assert process.stderr.read().splitlines()[-1].startswith("error: interrupted; this run saved no checkpoint")
 
 
+def test_the_folder_of_a_run_may_have_any_name(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, training={"max_steps": 2, "save_strategy": "epoch"}, sample={"prompts": []})
+    folder = tmp_path / "a=b: c #2"
+    assert cli.run_command(["train", str(recipe), f"output.dir='{folder}'"]) == 0
+    (folder / "config.json").unlink()
+    assert cli.run_command(["resume", str(folder), "training.max_steps=3"]) == 0
+    assert (folder / "config.json").exists()
+
+
+def test_resume_refuses_what_says_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.run_command(["resume", str(tmp_path), "output.dir=other"]) == 2
+    assert "output.dir=other: DIR says where the run is" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [

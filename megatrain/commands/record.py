@@ -34,9 +34,16 @@ def note_run(recipe_file: Path, overrides: Sequence[str], output_dir: Path) -> N
     """Keep what the run is started with. The copy of a run that goes on from it is the same file."""
     copy = output_dir / RECIPE_NAME
     if not (copy.exists() and copy.samefile(recipe_file)):
-        copy.write_text(recipe_file.read_text(encoding="utf-8"), encoding="utf-8")
+        _write(copy, recipe_file.read_text(encoding="utf-8"))
     record = {"overrides": list(overrides), "folder": os.getcwd()}
-    (output_dir / RECORD_NAME).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    _write(output_dir / RECORD_NAME, json.dumps(record, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or what was there before."""
+    beside = path.with_name(f".{path.name}.incomplete")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def noted_run(output_dir: Path) -> Run:
@@ -54,7 +61,11 @@ def noted_run(output_dir: Path) -> Run:
         record = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8"))
         overrides, folder = [str(override) for override in record["overrides"]], Path(record["folder"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"DIR: {output_dir / RECORD_NAME} cannot be read ({error})") from error
+        raise UserError(
+            f"DIR: {output_dir / RECORD_NAME} cannot be read ({error}); give the recipe: megatrain train FILE.yaml "
+            f"output.dir={output_dir} {KEY}=true"
+        ) from error
     kept = [override for override in overrides if override.partition("=")[0].strip() not in (KEY, "output.dir")]
-    overrides = [*kept, f"output.dir={output_dir}", f"{KEY}=true"]
+    # Overrides are YAML, in which a name may mean something; in quotes it does not.
+    overrides = [*kept, f"output.dir={json.dumps(str(output_dir), ensure_ascii=False)}", f"{KEY}=true"]
     return Run(recipe_file=output_dir / RECIPE_NAME, overrides=overrides, folder=folder)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.base.errors import InterruptedRunError, StoppedRunError
+from megatrain.base.errors import InterruptedRunError, StoppedRunError, UserError
 from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
 from megatrain.commands.record import note_run, noted_run
-from megatrain.commands.resume import how_to_go_on, step_of
+from megatrain.commands.resume import KEY, how_to_go_on, step_of
 from megatrain.recipe import Recipe, load_recipe
 from megatrain.save.folder import check_place
 
@@ -65,6 +65,9 @@ def resume(output_dir: Path, overrides: Sequence[str] = ()) -> None:
 
     Raises UserError for a folder without a run or a checkpoint, and what `train` raises.
     """
+    for override in overrides:
+        if override.partition("=")[0].strip() in ("output.dir", KEY):
+            raise UserError(f"{override}: DIR says where the run is and goes on; leave it out")
     run = noted_run(output_dir)
     if run.folder.is_dir():
         os.chdir(run.folder)

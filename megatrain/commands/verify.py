@@ -5,7 +5,6 @@ Rule: torch is not imported here, and nothing is changed.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatrain.base.errors import UserError
@@ -13,8 +12,6 @@ from megatrain.base.paths import looking_at, user_path
 from megatrain.base.units import format_bytes, format_number
 from megatrain.commands.console import make_console, print_fact, print_warning
 from megatrain.save.checkpoints import checkpoints_in, damage_of, has_manifest
-
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def verify(folder: Path) -> bool:
@@ -35,7 +32,9 @@ def verify(folder: Path) -> bool:
     console.rule(f"[bold]megatrain verify[/] {folder}", align="left")
     is_sound = True
     for one in found:
-        damage = damage_of(one) or unreadable_in(one)
+        damage = damage_of(one)
+        if one != folder and not damage and not any(one.iterdir()):
+            damage = ["it is empty"]
         is_sound &= not damage
         name = "." if one == folder else one.name
         if damage:
@@ -43,29 +42,6 @@ def verify(folder: Path) -> bool:
         else:
             print_fact(console, name, _praise(one))
     return is_sound
-
-
-def unreadable_in(folder: Path) -> list[str]:
-    """What is wrong with weights as far as their own headers tell: files cut short, shards or tensors that lack."""
-    from safetensors import SafetensorError, safe_open
-
-    damage, names = [], {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                names[path.name] = set(file.keys())
-        except (SafetensorError, OSError) as error:
-            damage.append(f"{path.name} cannot be read ({error})")
-    index = folder / INDEX_NAME
-    if index.is_file() and not damage:
-        try:
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            lacking = sorted(name for name, shard in places.items() if name not in names.get(shard, ()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return [f"{INDEX_NAME} cannot be read ({error})"]
-        if lacking:
-            damage.append(f"{lacking[0]} and {len(lacking) - 1} more weights of {INDEX_NAME} are in no file")
-    return damage
 
 
 def _praise(folder: Path) -> str:

@@ -39,13 +39,23 @@ def check_not_moved(model: nn.Module) -> None:
 
 
 def move_homes(
-    model: nn.Module, plans: list[HomePlan], homes: list[Home], initialize: Initialize | None, lock: Callable[..., None]
+    model: nn.Module,
+    plans: list[HomePlan],
+    homes: list[Home],
+    initialize: Initialize | None,
+    lock: Callable[..., None],
+    take_over: Callable[[], None],
 ) -> None:
-    """Copy all weights into `homes`. lock: page-locks a home's buffers, once they are filled.
+    """Copy all weights into `homes`, then let others take the places of the parameters.
+
+    Args:
+        lock: page-locks a home's buffers, once they are filled.
+        take_over: puts something in every place that holds a parameter.
 
     Whatever is raised on the way, the model is as it was before it (see above for what cannot be).
     """
     filled: list[tuple[Home, list[tuple[nn.Parameter, Field]]]] = []
+    places = list(parameter_uses(model))
     try:
         for plan, home in zip(plans, homes, strict=True):
             filled.append((home, []))
@@ -53,7 +63,10 @@ def move_homes(
                 _move(parameter, field, home, initialize, filled[-1][1])
             home.version = 0
             lock(home.wire, home.low)
+        take_over()
     except BaseException:
+        for use in places:
+            use.owner._parameters[use.attribute] = use.parameter
         restart_deferred(model)
         lost: dict[str, str] = {}
         while filled:
@@ -62,10 +75,10 @@ def move_homes(
             shown = "; ".join(f"{name}: {why}" for name, why in sorted(lost.items())[:_NUM_SHOWN])
             logger.warning("what mt.stream had moved of this model is lost (%s): load the model anew", shown)
         raise
-    for parameter in model.parameters():
-        if isinstance(parameter, DeferredParameter):
-            parameter.leave()
-            parameter.went_home = True
+    for use in places:
+        if isinstance(use.parameter, DeferredParameter) and not getattr(use.parameter, "went_home", False):
+            use.parameter.leave()
+            use.parameter.went_home = True
 
 
 def _parameters(model: nn.Module, plan: HomePlan) -> Iterator[tuple[nn.Parameter, Field]]:

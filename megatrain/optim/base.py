@@ -28,7 +28,7 @@ from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Ema, Segment
 from megatrain.optim.skipped import SkippedSteps, first_bad_layer
 from megatrain.optim.update import Measure
-from megatrain.optim.updaters import Updaters
+from megatrain.optim.updaters import Updaters, update_order
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home, expose_held
 from megatrain.store.lending import Lending
@@ -171,11 +171,11 @@ class HomeOptimizer(torch.optim.Optimizer):
         if engine.config.clip == "layer":
             bad = [home.name for home in engine.consumed if not math.isfinite(home.grads.arrived_norm)]
             self._skips.judge(bad[0] if bad else None, is_whole_step=False)
-            homes = [home for home in self._homes_in_order(engine) if home not in engine.consumed]
+            homes = [home for home in update_order(engine, self._members) if home not in engine.consumed]
         else:
             members = {home: self._members[home] for home in engine.homes if home in self._members}
             self._skips.judge(first_bad_layer(members, engine.homes), is_whole_step=True)
-            homes = [] if self.step_was_skipped else self._homes_in_order(engine)
+            homes = [] if self.step_was_skipped else update_order(engine, self._members)
         for home in homes:
             self._update(engine, home)
         if is_looked_at:
@@ -258,20 +258,17 @@ class HomeOptimizer(torch.optim.Optimizer):
 
     # An update.
 
-    def _homes_in_order(self, engine: Engine) -> list[Home]:
-        """The homes of the parameters, as the next forward needs them."""
-        # The resident weights are few, and a wait for them would be a wait for all that is queued before.
-        resident = engine.fetcher.resident
-        order = sorted(engine.homes, key=lambda home: home is not resident)
-        return [home for home in order if home in self._members]
-
     def _update(self, engine: Engine, home: Home) -> None:
         """Queue the update of a home whose gradients are there, or none."""
         work, idle = self._work(home, self._snapshot(home)), self._idle(home)
         if not (work or idle):
             return
-        measures = engine.measure_updates
-        self._queue(engine, home, lambda: self._run(engine, home, work, idle, measures), changes_weights=bool(work))
+        measures, before, trained = engine.measure_updates, home.updated, self._trained(home)
+        try:
+            self._queue(engine, home, lambda: self._run(engine, home, work, idle, measures), changes_weights=bool(work))
+        finally:
+            if home.updated is not before:  # else an interrupt kept it from being queued
+                states.count_step(trained)
 
     def _consume(self, home: Home) -> None:
         """clip="layer": queue the update of a home whose gradients are on their way, which uses them up."""
@@ -288,7 +285,9 @@ class HomeOptimizer(torch.optim.Optimizer):
                 if not math.isfinite(norm):
                     return
                 clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
-                self._run(engine, home, self._work(home, groups, clip), self._idle(home), measures)
+                work = self._work(home, groups, clip)
+                states.count_step(self._trained(home))
+                self._run(engine, home, work, self._idle(home), measures)
             finally:
                 home.grads.give_back()
 
@@ -300,6 +299,10 @@ class HomeOptimizer(torch.optim.Optimizer):
         engine.transport.update(home, update)
         if home.is_lent:
             home.updated.wait()
+
+    def _trained(self, home: Home) -> list[states.State]:
+        """States of the parameters that have a gradient."""
+        return [self._states[one] for one, _ in self._members[home] if one._field in home.grads.touched]
 
     def _idle(self, home: Home) -> list[HomeParameter]:
         """Parameters without a gradient, if they have averages."""
@@ -313,8 +316,7 @@ class HomeOptimizer(torch.optim.Optimizer):
         return [(parameter, numbers[index]) for parameter, index in self._members[home]]
 
     def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], factor: float = 1.0) -> list[Work]:
-        """Segments of the parameters that have a gradient, which is multiplied by `factor` beside its own. Counts their
-        steps."""
+        """Segments of the parameters that have a gradient, which is multiplied by `factor` beside its own."""
         made: list[Work] = []
         known: dict[tuple[int, int, float], Scalars] = {}
         for parameter, group in pairs:
@@ -322,8 +324,7 @@ class HomeOptimizer(torch.optim.Optimizer):
             if gradient is None:
                 continue
             state = self._states[parameter]
-            state["step"] += 1
-            step, clip = int(state["step"]), factor * home.grads.factor(parameter._field)
+            step, clip = int(state["step"]) + 1, factor * home.grads.factor(parameter._field)
             key = id(group), step, clip
             if key not in known:
                 known[key] = self.scalars(group, step, clip)

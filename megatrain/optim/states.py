@@ -12,7 +12,7 @@ and `ema` (fp32, in the parameter's shape) where an average of the weights is ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -118,6 +118,12 @@ def check_not_replaced(own: dict[HomeParameter, State]) -> None:
     """Raises RefusedError for an optimizer that has states already."""
     if own:
         raise RefusedError("optimizer.state cannot be replaced: write into its tensors, or use load_state_dict")
+
+
+def count_step(own: Iterable[State]) -> None:
+    """Their update is queued."""
+    for state in own:
+        state["step"] += 1
 
 
 class LentStates(Mapping[HomeParameter, State]):

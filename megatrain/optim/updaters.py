@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,17 @@ from megatrain.optim.segment import Segment
 from megatrain.optim.update import CpuUpdater, Measure
 from megatrain.plan.placement import DISK_TIER, HBM, Place
 from megatrain.transport.disk import DiskWindow
+
+if TYPE_CHECKING:
+    from megatrain.execute.engine import Engine
+    from megatrain.store.home import Home
+
+
+def update_order(engine: Engine, members: Collection[Home]) -> list[Home]:
+    """Those of `members`, as the next forward needs them."""
+    # The resident weights are few, and a wait for them would be a wait for all that is queued before.
+    resident = engine.fetcher.resident
+    return [home for home in sorted(engine.homes, key=lambda home: home is not resident) if home in members]
 
 
 class Updaters:

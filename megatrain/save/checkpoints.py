@@ -11,16 +11,20 @@ import hashlib
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatrain.base.errors import UserError
+from megatrain.save.folder import WEIGHT_NAMES
 
 logger = logging.getLogger("megatrain")
 
 MANIFEST_NAME = "megatrain_manifest.json"
 PREFIX = "checkpoint-"
+NEEDED_NAMES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+"""Besides weights, to go on from a checkpoint."""
 _FORMAT = 1
 _NUM_THREADS = 8
 _BLOCK_BYTES = 8 << 20
@@ -54,9 +58,9 @@ def has_manifest(folder: Path) -> bool:
 
 
 def damage_of(folder: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, each with its name; nothing for one without a manifest."""
+    """What is wrong with the files of a checkpoint, each with its name. Without a manifest: as far as they tell."""
     if not has_manifest(folder):
-        return []
+        return _unreadable_in(folder)
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
         if manifest["format"] > _FORMAT:
@@ -86,26 +90,56 @@ def check_sound(folder: Path, what: str) -> None:
 
 
 def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
-    """The last of `checkpoints` (one or more) that is not damaged; those that were passed by are told in a warning.
+    """The last of `checkpoints` (one or more) from which training can go on: it has all that takes, and is not damaged.
+    Those that were passed by are told in a warning.
 
-    Raises UserError where all are.
+    Raises UserError where there is none.
     """
     told = {}
     for folder in reversed(checkpoints):
-        damage = damage_of(folder)
+        damage = [f"it has no {name}" for name in NEEDED_NAMES if not (folder / name).is_file()] or damage_of(folder)
         if not damage:
             for other, its in told.items():
-                logger.warning("%s is damaged (%s): going on from %s", other, its, folder.name)
+                logger.warning("%s cannot be gone on from (%s): going on from %s", other, its, folder.name)
             return folder
         told[folder] = _listed(damage)
     first = next(iter(told))
-    raise UserError(f"{what}: every checkpoint is damaged; the last, {first}: {told[first]}")
+    raise UserError(f"{what}: no checkpoint can be gone on from; the last, {first}: {told[first]}")
 
 
 def _signature(noted: Mapping[Path, tuple[int, str]]) -> tuple:
     """Of files as they are now, and as they should be."""
     stats = ((path, path.stat() if path.is_file() else None, should) for path, should in noted.items())
     return tuple((str(path), of and (of.st_ino, of.st_size, of.st_mtime_ns), should) for path, of, should in stats)
+
+
+def _unreadable_in(folder: Path) -> list[str]:
+    """What is wrong as far as files tell themselves: some cut short, shards or tensors that lack."""
+    from safetensors import SafetensorError, safe_open
+
+    damage: list[str] = []
+    names: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names[path.name] = set(file.keys())
+        except (SafetensorError, OSError) as error:
+            damage.append(f"{path.name} cannot be read ({error})")
+    damage += [
+        f"{path.name} cannot be read (its end is missing)"
+        for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth")))
+        if not zipfile.is_zipfile(path)
+    ]
+    index = folder / WEIGHT_NAMES[1]
+    if index.is_file() and not damage:
+        try:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            lacking = sorted(name for name, shard in places.items() if name not in names.get(shard, ()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return [f"{WEIGHT_NAMES[1]} cannot be read ({error})"]
+        if lacking:
+            damage.append(f"{lacking[0]} and {len(lacking) - 1} more weights of {WEIGHT_NAMES[1]} are in no file")
+    return damage
 
 
 def _damage(folder: Path, path: Path, num_bytes: int, checksum: str) -> str:

@@ -63,6 +63,8 @@ def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, n
     # A mount point cannot be renamed, and its neighbours are on another disk.
     is_inside = target.is_dir() and (keep_others or os.path.ismount(target))
     staging, old = _beside(target, _INCOMPLETE, is_inside), _beside(target, _OLD, is_inside)
+    if not is_inside:
+        _put_back(old, target)  # a process was killed in the moment between two renames
     _remove_leftovers(target, staging)
     staging.mkdir(parents=True)
     try:
@@ -116,15 +118,20 @@ def _remove_leftovers(target: Path, staging: Path) -> None:
 
 def _replace(staging: Path, target: Path, old: Path) -> None:
     had_content = target.is_dir() and any(target.iterdir())
-    if had_content:
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(target, old)
+    shutil.rmtree(old, ignore_errors=True)
     try:
-        os.rename(staging, target)
-    except OSError:
         if had_content:
-            os.rename(old, target)
+            os.rename(target, old)
+        os.rename(staging, target)
+    except BaseException:
+        _put_back(old, target)
         raise
+
+
+def _put_back(old: Path, target: Path) -> None:
+    """What was moved aside, where nothing has taken its place."""
+    if os.path.lexists(old) and not os.path.lexists(target):
+        os.rename(old, target)
 
 
 def _replaced(staging: Path, target: Path, keep_others: bool) -> list[Path]:
@@ -145,12 +152,13 @@ def _merge(staging: Path, target: Path, old: Path, replaced: list[Path]) -> None
     shutil.rmtree(old, ignore_errors=True)
     old.mkdir()
     with contextlib.ExitStack() as undo:
+        # Noted before it is done: an interrupt may come between.
         for path in replaced:
+            undo.callback(_put_back, old / path.name, path)
             os.rename(path, old / path.name)
-            undo.callback(os.rename, old / path.name, path)
         for source in sorted(staging.iterdir(), key=_is_entry):
+            undo.callback(_put_back, target / source.name, source)
             os.rename(source, target / source.name)
-            undo.callback(os.rename, target / source.name, source)
         staging.rmdir()
         undo.pop_all()
 

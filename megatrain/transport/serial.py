@@ -65,6 +65,7 @@ class SerialStream:
         """Run an update of `home`."""
         home.grads.arrived.wait()
         work()
+        home.updated = Fence.done()
 
     def rest(self) -> None:
         """Nothing is read ahead."""
