@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from command_helpers import command, files_below, write_recipe
+from safetensors.torch import save_file
 
 import megatrain as mt
 from megatrain.base.errors import UserError
@@ -31,8 +33,11 @@ def no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def fake_checkpoint(folder: Path, step: int, *, lacks: str = "") -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
-    for name in {"trainer_state.json", "optimizer.pt", "scheduler.pt", "model.safetensors"} - {lacks}:
-        (checkpoint / name).write_text(f'{{"global_step": {step}}}')
+    (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+    for name in {"optimizer.pt", "scheduler.pt"} - {lacks}:
+        torch.save({}, checkpoint / name)
+    if lacks != "model.safetensors":
+        save_file({}, checkpoint / "model.safetensors")
     return checkpoint
 
 

@@ -83,10 +83,8 @@ def check_sound(folder: Path, what: str) -> None:
     """Raises UserError that names what is damaged. what: the setting that gave the folder."""
     damage = damage_of(folder)
     if damage:
-        raise UserError(
-            f"{what}: {folder} is damaged: {_listed(damage)}; choose another checkpoint. If the change was meant, "
-            f"delete {MANIFEST_NAME} there"
-        )
+        meant = f". If the change was meant, delete {MANIFEST_NAME} there" if has_manifest(folder) else ""
+        raise UserError(f"{what}: {folder} is damaged: {_listed(damage)}; choose another checkpoint{meant}")
 
 
 def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
