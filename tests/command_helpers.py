@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,26 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     code = cli.run_command([str(argument) for argument in arguments])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
+
+
+def signalled(number: int, start: str, *arguments: object) -> tuple[str, int]:
+    """Run `megatrain` in a process of its own and send it a signal behind the first line that begins with `start`.
+
+    Returns what it printed afterwards, and its exit code.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "megatrain.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(start):
+                break
+        os.kill(process.pid, number)
+        told = process.stdout.read()
+        return told, process.wait(timeout=60)
 
 
 def save_tiny_model(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_helpers import command, files_below, write_recipe
+from command_helpers import command, files_below, signalled, write_recipe
 from safetensors.torch import save_file
 
 import megatrain as mt
@@ -128,20 +128,9 @@ def test_the_same_shares_of_the_run_draw_no_warning(tmp_path: Path) -> None:
 def test_ctrl_c_prints_a_command_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, training={**SAVING, "logging_steps": 1}, sample={"prompts": []})
     arguments = ["train", str(recipe), "training.max_steps=1000000", "training.save_total_limit=2"]
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "megatrain.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("step 4/"):
-                break
-        os.kill(process.pid, signal.SIGINT)
-        (told,) = [line for line in process.stdout if line.startswith("stopped")]
-        assert process.wait(timeout=60) == 0
+    rest, code = signalled(signal.SIGINT, "step 4/", *arguments)
+    assert code == 0
+    (told,) = [line for line in rest.splitlines() if line.startswith("stopped")]
     last = checkpoints_in(tmp_path / "out")[-1]
     what, line = told.split("; go on with: ")
     assert what == f"stopped     interrupted; the last checkpoint is {last}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_helpers import write_recipe
+from command_helpers import signalled, write_recipe
 
 from megatrain import cli
 from megatrain.commands.record import RECIPE_NAME, RECORD_NAME
@@ -19,20 +19,8 @@ from megatrain.commands.record import RECIPE_NAME, RECORD_NAME
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_behind_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     recipe = write_recipe(tmp_path, training={"max_steps": 1_000_000, "logging_steps": 1, "save_strategy": "no"})
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "megatrain.cli", "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("step 2/"):
-                break
-        os.kill(process.pid, number)
-        told = process.stdout.read()
-        assert process.wait(timeout=60) == 0, process.stderr.read()
+    told, code = signalled(number, "step 2/", "train", recipe)
+    assert code == 0
     assert "this step is finished and a checkpoint saved" in told
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
     assert f"the last checkpoint is {checkpoint}; go on with: megatrain train" in told
