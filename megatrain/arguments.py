@@ -9,6 +9,7 @@ docs/training_arguments.md is written from this table by `render_markdown`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -382,3 +383,14 @@ def render_markdown() -> str:
         note = f"{row.note}. Instead: {row.remedy}" if row.remedy else row.note
         lines.append(f"| `{name}` | {row.status} | {accepted} | {note} |")
     return _PREFACE + "\n".join(lines) + "\n"
+
+
+def num_times(strategy: object, every: float | None, num_steps: int, num_epochs: float) -> int:
+    """How often a run saves or evaluates: every so many steps (below 1: a share of all), each epoch, or never."""
+    kind = str(getattr(strategy, "value", strategy))
+    if kind == "epoch":
+        return math.ceil(num_epochs)
+    if kind != "steps":
+        return 2 if kind == "best" else 0  # the best one so far, and the one that is better
+    assert every is not None, "transformers fills it in"
+    return math.ceil(num_steps / (every if every >= 1 else max(1, math.ceil(every * num_steps))))

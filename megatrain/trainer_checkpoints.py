@@ -7,7 +7,6 @@ homes group by group.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from megatrain.arguments import num_times
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes
@@ -53,7 +53,8 @@ class CheckpointingTrainer(transformers.Trainer):
 
     def check_space(self, num_steps: int) -> None:
         """Before the first step. Raises UserError where the disk cannot hold the checkpoints that are there at once."""
-        num_saves = self._num_saves(num_steps)
+        args = self.args
+        num_saves = num_times(args.save_strategy, args.save_steps, num_steps, args.num_train_epochs)
         if not num_saves:
             return
         limit = self.args.save_total_limit
@@ -76,12 +77,6 @@ class CheckpointingTrainer(transformers.Trainer):
                 num_saves,
                 format_bytes(each_bytes),
             )
-
-    def _num_saves(self, num_steps: int) -> int:
-        kind, every = str(getattr(self.args.save_strategy, "value", self.args.save_strategy)), self.args.save_steps
-        if kind == "steps":
-            return math.ceil(num_steps / (every if every >= 1 else max(1, math.ceil(every * num_steps))))
-        return {"no": 0, "best": 2}.get(kind, max(1, math.ceil(self.args.num_train_epochs)))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them.

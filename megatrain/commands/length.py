@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatrain.arguments import num_times
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_number
 
@@ -57,23 +58,13 @@ class RunLength:
 
     def num_evals(self, arguments: TrainingArguments) -> int:
         """Evaluations during the training."""
-        return self._num_times(arguments.eval_strategy, arguments.eval_steps)
+        return num_times(arguments.eval_strategy, arguments.eval_steps, self.num_steps, self.num_epochs)
 
     def num_checkpoints(self, arguments: TrainingArguments) -> int:
         """Most checkpoints on the disk at one time. The oldest goes only when the newest is complete."""
-        wanted = self._num_times(arguments.save_strategy, arguments.save_steps)
+        wanted = num_times(arguments.save_strategy, arguments.save_steps, self.num_steps, self.num_epochs)
         limit = arguments.save_total_limit
         return min(wanted, limit + 1) if limit else wanted
-
-    def _num_times(self, strategy: object, every: float | None) -> int:
-        """How often something happens: every so many steps (below 1: a share of all), each epoch, or never."""
-        kind = str(getattr(strategy, "value", strategy))
-        if kind == "epoch":
-            return math.ceil(self.num_epochs)
-        if kind != "steps":
-            return 2 if kind == "best" else 0  # the best one so far, and the one that is better
-        assert every is not None, "transformers fills it in"
-        return math.ceil(self.num_steps / (every if every >= 1 else max(1, math.ceil(every * self.num_steps))))
 
 
 def _divide(num_rows: int, batch_size: int, drop_last: bool) -> int:

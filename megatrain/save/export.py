@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatrain.base.errors import UserError
-from megatrain.save.checkpoints import MANIFEST_NAME, check_sound
+from megatrain.save.checkpoints import MANIFEST_NAME, NEEDED_NAMES, check_sound
 from megatrain.save.folder import WEIGHT_NAMES, whole_folder
 from megatrain.save.weights import LOW_HALVES_NAME, weight_files
 from megatrain.store.masters import join
@@ -23,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CARD_NAME = "README.md"
 INDEX_NAME = WEIGHT_NAMES[1]
 STATE_NAME = "trainer_state.json"
-_OF_TRAINING = {MANIFEST_NAME, LOW_HALVES_NAME, STATE_NAME, "optimizer.pt", "scheduler.pt", "training_args.bin"}
+_OF_TRAINING = {MANIFEST_NAME, LOW_HALVES_NAME, "training_args.bin", *NEEDED_NAMES}
 
 
 @dataclass(frozen=True, kw_only=True)
