@@ -105,6 +105,8 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable_progress_bar()
     mt.init(device="cpu")
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         config = make_files(folder, int(options.gigabytes * 1e9))
