@@ -24,6 +24,8 @@ from megatrain.execute.model import (
 )
 from megatrain.execute.moving import Initialize, move_homes
 from megatrain.execute.parameters import HomeParameter
+from megatrain.execute.retry import StepTooLargeError
+from megatrain.fewer_rows import explained, num_tokens
 from megatrain.losses import num_target_tokens, own_loss
 from megatrain.outline import outline_model, prepare_cuda
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
@@ -209,6 +211,7 @@ def accumulate(
             masked LMs of transformers with `labels`), else the mean over micro-batches.
 
     Returns the micro-batches' losses (detached), which sum to the step's loss. Gradients are added to what is there.
+    Raises torch.OutOfMemoryError where the device's memory does not hold them, with no input of a layer kept there.
     """
     engine = _engine(model)
     batches = _check_batches(batches, loss_fn)
@@ -225,7 +228,13 @@ def accumulate(
             return own_loss(model(**batch, num_items_in_batch=num_items))
         return own_loss(model(**batch)) / len(batches)
 
-    return engine.accumulate([lambda batch=batch: run(batch) for batch in batches])
+    try:
+        return engine.accumulate([lambda batch=batch: run(batch) for batch in batches])
+    except StepTooLargeError as error:
+        if not error.is_undone:
+            raise
+        reason = "mt.accumulate runs micro-batches as they are given"
+        raise explained(error, max(batches, key=num_tokens), reason) from error.__cause__
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -32,6 +32,7 @@ from megatrain.arguments import check_arguments, check_model
 from megatrain.base.errors import PlanError, RefusedError, StoppedRunError, UserError
 from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
+from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
@@ -70,6 +71,7 @@ class Trainer(CheckpointingTrainer):
             args._n_gpu = 1  # else transformers multiplies the batch by the GPUs and wraps the model
         self._batches: list[Batch] = []
         self._losses: deque[tuple[Batch, torch.Tensor]] = deque()
+        self._rows: FewerRows | None = None
         self._given_dataset = given.get("train_dataset")  # transformers calls `model_init` before it keeps its own
         if model is not None:
             model = _streamed(model, args, self._given_dataset)
@@ -134,7 +136,7 @@ class Trainer(CheckpointingTrainer):
         """A fresh streamed model from `model_init`. The one before is given up first: two need not fit in memory."""
         if self.model is not None:
             self.engine.close()
-            self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
+            self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = self._rows = None
             for name in ("model", "optimizer", "lr_scheduler"):
                 setattr(self.callback_handler, name, None)
             self.accelerator.free_memory()
@@ -200,12 +202,26 @@ class Trainer(CheckpointingTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        thunks = [functools.partial(self._micro_batch_loss, model, batch, num_items) for batch in batches]
-        losses = self.engine.accumulate(thunks)
+        losses = self._fewer_rows(model).run(batches, num_items)
         # One transfer for all: the loop then tests and adds them on the host, without a wait for each.
         if hasattr(self, "_tr_loss"):
             self._tr_loss = self._tr_loss.cpu()
         return list(torch.stack(losses).cpu())
+
+    def _fewer_rows(self, model: nn.Module) -> FewerRows:
+        if self._rows is None:
+            self._rows = FewerRows(
+                model, self.engine, functools.partial(self._micro_batch_loss, model), self._loss_obstacle
+            )
+        return self._rows
+
+    def _loss_obstacle(self) -> str:
+        """Why the loss of a micro-batch is not that of its model, or nothing."""
+        if getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
+            return "compute_loss is a function of your own, which may couple rows"
+        if self.compute_loss_func is not None:
+            return "compute_loss_func is a function of your own, which may couple rows"
+        return "label_smoothing_factor makes another loss of the model's" if self.label_smoother is not None else ""
 
     def _micro_batch_loss(self, model: nn.Module, inputs: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
         inputs = self._prepare_inputs(inputs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -43,9 +45,9 @@ def failing(model: nn.Module, at: int, times: int = 1) -> Callable[[], None]:
     return lambda: setattr(block.mlp, "forward", plain)
 
 
-def step(model: nn.Module, optimizer: HomeOptimizer) -> dict[str, torch.Tensor]:
+def step(model: nn.Module, optimizer: HomeOptimizer, ids: list[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 96, (2, length), generator=generator) for length in (70, 90, 80)]
+    ids = ids or [torch.randint(0, 96, (2, length), generator=generator) for length in (70, 90, 80)]
     torch.manual_seed(4)
     losses = mt.accumulate(model, [{"input_ids": one, "labels": one} for one in ids])
     mt.clip_grad_norm_(model, 0.5)
@@ -71,6 +73,82 @@ def test_a_step_that_did_not_fit_is_done_again(at: int, caplog: pytest.LogCaptur
     engine = engine_of(model)
     assert engine.activations.budget_bytes == 0
     assert "which is done again" in caplog.text and "mt.Workload" in caplog.text
+
+
+def large_step(model: nn.Module, optimizer: HomeOptimizer) -> dict[str, torch.Tensor]:
+    """Its layers' inputs are large enough to be worth counting: 72 KiB each."""
+    ids = torch.randint(0, 96, (8, 72), generator=torch.Generator().manual_seed(2))
+    return step(model, optimizer, [ids, ids.flip(0), ids.flip(1)])
+
+
+@pytest.mark.parametrize("at", [1, 4], ids=["forward", "backward"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_half_of_the_inputs_stay_first(times: int, at: int, caplog: pytest.LogCaptureFixture) -> None:
+    expected = large_step(*started(ROOM))
+    model, optimizer = started(ROOM)
+    engine = engine_of(model)
+    take_back = failing(model, at, times=times)
+    with caplog.at_level(logging.WARNING, logger="megatrain"):
+        again = large_step(model, optimizer)
+    take_back()
+    assert_same(again, expected)
+    if times == 1:
+        assert 0 < engine.activations.budget_bytes <= engine.activations.most_kept_bytes // 2
+        assert "of the inputs of layers stay on the device" in caplog.text
+        assert engine.activations.num_offloaded > 0
+    assert (engine.activations.budget_bytes == 0) == (times == 2)
+    assert caplog.text.count("which is done again") == times
+    assert engine.activations.kept_bytes == 0 and engine.activations.buffers.used_bytes == 0
+
+
+@pytest.mark.parametrize("at", [1, 4], ids=["forward", "backward"])
+def test_nothing_of_a_failed_try_is_there_when_the_next_begins(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor waits for the garbage collector: its memory is what the next try needs. On the CPU autograd's queue of this
+    thread keeps the nodes that were next, one a micro-batch; the thread of a GPU drops its own."""
+    model, optimizer = started(ROOM)
+    engine = engine_of(model)
+    seen: list[weakref.ref[torch.Tensor]] = []
+    plain = engine.activations.keep
+    monkeypatch.setattr(engine.activations, "keep", lambda tensor: (seen.append(weakref.ref(tensor)), plain(tensor))[1])
+    left: list[tuple[int, int]] = []
+    reduce = engine.activations.reduce
+
+    def look(budget_bytes: int) -> None:
+        left.append((sum(tensor() is not None for tensor in seen), engine.activations.kept_bytes // (72 << 10)))
+        reduce(budget_bytes)
+
+    monkeypatch.setattr(engine.activations, "reduce", look)
+    take_back = failing(model, at)
+    gc.disable()
+    try:
+        large_step(model, optimizer)
+    finally:
+        gc.enable()
+        take_back()
+    num_queued = 0 if at == 1 else 2
+    assert len(seen) > 3 and left == [(num_queued, num_queued)]
+
+
+def test_what_was_planned_for_inputs_is_given_up() -> None:
+    """A room on the device that was made for them is of use to others then."""
+    options = StreamOptions(activation_bytes=10**9, device_room_bytes=10**7)
+    expected = large_step(*started(options))
+    model, optimizer = started(options)
+    room = engine_of(model).activations.device_buffers
+    assert room.total_bytes >= 10**7
+    take_back = failing(model, 1)
+    again = large_step(model, optimizer)
+    take_back()
+    assert_same(again, expected)
+    assert engine_of(model).activations.budget_bytes == 0 and room.total_bytes == 0
+
+
+def test_what_a_failed_try_saw_does_not_count() -> None:
+    model, optimizer = started(ROOM)
+    take_back = failing(model, 4)
+    step(model, optimizer)
+    take_back()
+    assert engine_of(model).report._workload.num_sequences == 6
 
 
 def test_a_second_time_is_the_users(caplog: pytest.LogCaptureFixture) -> None:

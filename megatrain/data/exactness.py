@@ -66,7 +66,7 @@ def packing_is_exact(model: nn.Module, collator: Collator) -> tuple[bool, str]:
         return False, "its forward takes no position_ids"
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return False, "it has no transformers config"
-    a, b, c = _probe_ids(model)
+    a, b, c = probe_ids(model)
     ids = torch.stack([torch.cat(pair) for pair in ((a, b), (b, a), (c, b), (b, c), (a, b))])
     positions = torch.arange(PROBE_TOKENS).repeat(5, 2)
     positions[-1] = torch.arange(2 * PROBE_TOKENS)
@@ -96,7 +96,7 @@ def _distance(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left - right).abs().max().item()
 
 
-def _probe_ids(model: nn.Module) -> torch.Tensor:
+def probe_ids(model: nn.Module) -> torch.Tensor:
     """Three samples (3, PROBE_TOKENS) from the middle of the vocabulary: special ids stand at its ends."""
     vocab_size = model.config.get_text_config().vocab_size
     low, high = vocab_size // 4, max(vocab_size // 2, vocab_size // 4 + 1)

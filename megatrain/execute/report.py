@@ -65,6 +65,15 @@ class RunReport:
         elif hidden_states.dim() == 2:
             self._seen.append((1, hidden_states.shape[0]))
 
+    @property
+    def num_seen(self) -> int:
+        """Micro-batches of this step so far."""
+        return len(self._seen)
+
+    def forget(self, num_seen: int) -> None:
+        """Of a try that is undone: all but the first `num_seen` micro-batches."""
+        del self._seen[num_seen:]
+
     def end_step(self) -> None:
         """The optimizer has queued its updates."""
         if self._is_over:

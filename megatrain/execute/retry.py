@@ -1,8 +1,10 @@
-"""A step that the device's memory did not hold is done once more, with all inputs of layers in host memory.
+"""A step that the device's memory did not hold is done again with less kept there: first with half of the inputs of
+layers, then with all of them in host memory.
 
 Rule: the result is that of a step that went through at once, bit for bit: random numbers are drawn again from where
-they were, and nothing that the first try left behind counts. Where that cannot be (gradients were added to earlier
-ones, updates have run, buffers have changed) the error is raised as it came.
+they were, and nothing that a failed try left behind counts. Where that cannot be (gradients were added to earlier
+ones, updates have run, buffers have changed), or where it is of no use, StepTooLargeError says so. Its caller may go on
+with smaller micro-batches (`megatrain/fewer_rows.py`) if the step `is_undone`.
 """
 
 from __future__ import annotations
@@ -14,37 +16,104 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.base.errors import one_line
+from megatrain.base.units import format_bytes
 from megatrain.execute.runs import run_accumulated
+from megatrain.store.memory import DeviceMemory
+from megatrain.transport.activations import MIN_BYTES
 
 if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
 
 logger = logging.getLogger("megatrain")
 
-_REMEDY = (
-    "smaller micro-batches take less; mt.init(workload=mt.Workload(num_sequences=, length=, rows=)) plans memory for "
+REMEDIES = (
+    "shorter rows; more of the device's memory (mt.init(max_vram_gb=...)); less that lives there "
+    "(mt.init(hbm_home_gb=0)); mt.init(workload=mt.Workload(num_sequences=, length=, rows=)), which plans memory for "
     "what is to come"
 )
 
 
+class StepTooLargeError(torch.OutOfMemoryError):
+    """The device's memory does not hold a step, with nothing kept there that need not be."""
+
+    def __init__(self, reason: str, error: BaseException, engine: Engine, *, is_undone: bool) -> None:
+        self.is_undone = is_undone
+        """All is as before the step, random numbers too: it may be run in another way."""
+
+        self.free_bytes = free_device_bytes(engine)
+        """After all that the step had taken was given back."""
+
+        super().__init__(
+            f"the device's memory does not hold this step ({format_bytes(self.free_bytes)} are free before it): "
+            f"{reason}. What helps: smaller micro-batches, more of them; {REMEDIES}. (PyTorch: {one_line(error)})"
+        )
+
+
+def free_device_bytes(engine: Engine) -> int:
+    """What may still be taken from the device's memory, within `max_vram_gb` where that is set."""
+    free_bytes = DeviceMemory(engine.device).free_bytes()
+    limit_bytes = engine.config.max_vram_bytes
+    if engine.device.type != "cuda" or limit_bytes is None:
+        return free_bytes
+    return max(0, min(free_bytes, limit_bytes - torch.cuda.memory_allocated(engine.device)))
+
+
 def accumulate_with_room(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-    """As `run_accumulated`. Raises torch.OutOfMemoryError where a second try is of no use."""
+    """As `run_accumulated`. Raises StepTooLargeError where another try is of no use."""
     start = _Start(engine)
-    try:
-        return run_accumulated(engine, thunks)
-    except torch.OutOfMemoryError as error:
-        # Its frames hold what is to be freed.
+    while True:
+        try:
+            return run_accumulated(engine, thunks)
+        except torch.OutOfMemoryError as error:
+            _let_go(error)
+            obstacle = start.obstacle()
+            if obstacle:
+                reason = f"it cannot be done again, because {obstacle}"
+                raise StepTooLargeError(reason, error, engine, is_undone=False) from error
+            start.return_to()
+            if not _keep_less(engine):
+                reason = "all inputs of layers wait in host memory already"
+                raise StepTooLargeError(reason, error, engine, is_undone=True) from error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """The frames of an error, and of those that it came from, hold what is to be freed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
-        if not start.can_return():
-            logger.warning("the device's memory does not hold this step: %s", _REMEDY)
-            raise
-    start.return_to()
+        error = error.__cause__ or error.__context__
+
+
+def _keep_less(engine: Engine) -> bool:
+    """Keep fewer inputs of layers on the device from now on, and say so. False: none is kept there already."""
+    activations = engine.activations
+    if activations.budget_bytes == 0:
+        return False
+    half_bytes = min(activations.budget_bytes, activations.most_kept_bytes) // 2
+    if activations.device_buffers is None and not activations.is_reduced and half_bytes >= MIN_BYTES:
+        activations.reduce(half_bytes)
+        what = f"at most {format_bytes(half_bytes)} of the inputs of layers stay on the device, and the others wait"
+    else:
+        # What was planned for them there is for whatever needs it now.
+        activations.reduce(0)
+        what = "all inputs of layers wait"
+    _empty_cache(engine)
     logger.warning(
-        "the device's memory did not hold this step, which is done again: from now on inputs of layers wait in host "
-        "memory for the backward, which is slower. Else, %s",
-        _REMEDY,
+        "the device's memory did not hold this step, which is done again: from now on %s in host memory for the "
+        "backward, which is slower. What helps: smaller micro-batches, more of them; %s",
+        what,
+        REMEDIES,
     )
-    return run_accumulated(engine, thunks)
+    return True
+
+
+def _empty_cache(engine: Engine) -> None:
+    if engine.device.type == "cuda":
+        # Meanwhile autograd's thread of the device drops what was next in its queue.
+        torch.cuda.synchronize(engine.device)
+        torch.cuda.empty_cache()
 
 
 class _Start:
@@ -59,25 +128,30 @@ class _Start:
         self._num_drains = engine.transport.counters.num_drains
         self._num_consumed = len(engine.consumed)
         self._buffers = self._versions()
+        self._num_seen = engine.report.num_seen
 
-    def can_return(self) -> bool:
+    def obstacle(self) -> str:
+        """Why there is no way back, or nothing."""
         engine = self._engine
-        has_drained = engine.transport.counters.num_drains > self._num_drains
-        if engine.activations.budget_bytes == 0 or len(engine.consumed) > self._num_consumed:
-            return False
-        return not (has_drained and self._had_gradients) and self._versions() == self._buffers
+        if len(engine.consumed) > self._num_consumed:
+            return 'updates have run in its backward (clip="layer")'
+        if engine.transport.counters.num_drains > self._num_drains and self._had_gradients:
+            return "it has added to gradients that were there before (call optimizer.zero_grad() between steps)"
+        if self._versions() != self._buffers:
+            return "it has changed buffers of its blocks (running statistics of a batch norm?)"
+        return ""
 
     def return_to(self) -> None:
-        """Undo the try, and keep less on the device from now on."""
+        """Undo the try."""
         engine = self._engine
         engine.recover()
         for home in engine.homes:
             if home not in self._had_gradients:
                 home.grads.clear()
-        engine.activations.budget_bytes = 0
+        engine.report.forget(self._num_seen)
         torch.set_rng_state(self._random)
+        _empty_cache(engine)
         if self._device_random is not None:
-            torch.cuda.empty_cache()
             torch.cuda.set_rng_state(self._device_random, engine.device)
 
     def _versions(self) -> list[tuple[int, int]]:

@@ -88,6 +88,8 @@ class Run(greenlet.greenlet):
         """Leave nothing behind: no coroutine, no graph."""
         if not self.dead:
             self._go(functools.partial(self.throw, greenlet.GreenletExit))
+            # What the coroutine ends with holds its frames, and they the states of layers.
+            self.layer = None
         self.aliases.clear()
         self.hooks.clear()
         self.loss = self.kept = None

@@ -150,6 +150,14 @@ class BufferPool:
             if not self._chunks:
                 self._grow(self._first_bytes)
 
+    def shrink(self) -> None:
+        """Give up what nobody uses, and what was planned: from now on the room takes what is asked for."""
+        with self._changing():
+            self._collect()
+            self._chunks = [chunk for chunk in self._chunks if not chunk.is_free]
+            self._first_bytes, self._warns = 0, False
+            self.peak_bytes = self._used_bytes
+
     def take_if_there(self, num_bytes: int) -> torch.Tensor | None:
         """As `take`, but None where that would take more memory."""
         num_bytes = round_up(num_bytes, PAGE_BYTES)

@@ -103,7 +103,9 @@ class ActivationStore:
         bring: Callable[[torch.Tensor, torch.Tensor, Fence], Fence],
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.is_reduced = False
         self.kept_bytes = 0
+        self.most_kept_bytes = 0
         self.num_offloaded = 0
         self.offloaded_bytes = 0
         self.buffers, self.device_buffers = buffers, device_buffers
@@ -125,6 +127,12 @@ class ActivationStore:
         if kept.is_away:
             self._away[boundary] = None
         return boundary
+
+    def reduce(self, budget_bytes: int) -> None:
+        """From now on no more than `budget_bytes` stay on the device, and no memory there is held ready for them."""
+        self.budget_bytes, self.is_reduced = budget_bytes, True
+        if self.device_buffers is not None:
+            self.device_buffers.shrink()
 
     def take(self, boundary: Boundary) -> torch.Tensor:
         """The activation on the device, ordered before the caller's next work. It comes again if it is taken again.
@@ -173,6 +181,7 @@ class ActivationStore:
         # Elements that share memory (an expanded tensor) would not come back as what they were.
         if num_elements is None or self.kept_bytes + kept.num_bytes <= self.budget_bytes:
             self.kept_bytes += kept.num_bytes
+            self.most_kept_bytes = max(self.most_kept_bytes, self.kept_bytes)
             if self.device_buffers is not None and num_elements is not None:
                 buffer = self.device_buffers.take_if_there(kept.num_bytes)
                 if buffer is not None:
