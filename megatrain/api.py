@@ -35,6 +35,7 @@ from megatrain.plan.rows import (
 )
 from megatrain.plan.workload import Workload
 from megatrain.run_plan import learn, predict_run, spec_of
+from megatrain.save.card import write_model_card
 from megatrain.store.buffers import BufferPool
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
@@ -155,7 +156,7 @@ def stream(
     with _closed_on_failure(engine):
         take_over = functools.partial(replace_parameters, model, engine, plans, homes)
         move_homes(model, plans, homes, initialize, memory.lock, take_over)
-    install(model, engine)
+    install(model, engine, write_model_card)
     print(engine.summary(), flush=True)
     return model
 

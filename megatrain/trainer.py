@@ -253,11 +253,16 @@ class Trainer(CheckpointingTrainer):
         main_input = getattr(self.model, "main_input_name", "input_ids")
         if main_input not in inputs or not hasattr(self.model, "num_parameters"):
             return 0
-        return 6 * inputs[main_input].numel() * self._num_flop_parameters
+        return inputs[main_input].numel() * self._num_flops
+
+    @property
+    def num_flops_per_token(self) -> int:
+        is_own = getattr(self.floating_point_ops, "__func__", None) is Trainer.floating_point_ops
+        return self._num_flops if is_own and hasattr(self.model, "num_parameters") else 0
 
     @functools.cached_property
-    def _num_flop_parameters(self) -> int:
-        return self.model.num_parameters(exclude_embeddings=True)
+    def _num_flops(self) -> int:
+        return 6 * self.model.num_parameters(exclude_embeddings=True)
 
     # Optimizer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes
 from megatrain.execute.engine import Engine
+from megatrain.execute.model import without_card
+from megatrain.save.card import WEIGHTS, write_card, write_facts
 from megatrain.save.checkpoints import check_sound, checkpoints_in, newest_sound, write_manifest
 from megatrain.save.folder import whole_folder
 from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
+from megatrain.trainer_card import trainer_facts
 
 logger = logging.getLogger("megatrain")
 
@@ -35,6 +39,11 @@ class CheckpointingTrainer(transformers.Trainer):
     """Over a streamed model."""
 
     engine: Engine
+    num_flops_per_token: int
+    """As `floating_point_ops` counts them; 0 where it counts otherwise."""
+
+    card_facts: Mapping[str, str] = {}
+    """More lines for the model card: name -> fact."""
 
     def sound_checkpoint(self, given: str | bool | None) -> str | bool | None:
         """What `resume_from_checkpoint` means: for True the newest checkpoint that is not damaged, if there is any.
@@ -81,16 +90,21 @@ class CheckpointingTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save complete weights, configuration and tokenizer, as from_pretrained() of plain transformers loads them.
 
-        Where the optimizer keeps an average of the weights, it is saved the same way in the folder `ema` beside them.
+        A card (README.md) says what was trained, unless there is one that is not this library's. Where the optimizer
+        keeps an average of the weights, it is saved the same way in the folder `ema` beside them.
         """
         target = output_dir or self.args.output_dir
         needed_bytes = checkpoint_bytes(self.model, self.engine)
         with whole_folder(target, keep_others=True, needed_bytes=needed_bytes) as folder:
             self._save(str(folder))
+            if not _internal_call and self.state.global_step:
+                write_card(folder, trainer_facts(self), instead_of=Path(target))
         if not _internal_call and getattr(self.optimizer, "ema_decay", None) is not None:
             average = os.path.join(target, "ema")
             with self.optimizer.ema_weights(), whole_folder(average, needed_bytes=needed_bytes) as folder:
                 self._save(str(folder))
+                of_average = {WEIGHTS: f"their average over steps (decay {self.optimizer.ema_decay:g})"}
+                write_card(folder, trainer_facts(self) | of_average)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -100,7 +114,8 @@ class CheckpointingTrainer(transformers.Trainer):
             once = {name for name, _ in self.model.named_parameters()}
             again = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} - once
             state_dict = {name: tensor for name, tensor in self.model.state_dict().items() if name not in again}
-        super()._save(output_dir, state_dict)
+        with without_card(self.model):  # there is more to say, or nothing in a checkpoint
+            super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """checkpoint-STEP in the output folder, in one piece."""
@@ -119,6 +134,7 @@ class CheckpointingTrainer(transformers.Trainer):
             save_exact(self.model, self.engine, folder, is_whole=not self.args.save_only_model)
             self._note_callback_states()
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            write_facts(folder, trainer_facts(self))
             write_manifest(folder)
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)

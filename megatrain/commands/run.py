@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
 from megatrain.plan.workload import Workload
 from megatrain.recipe import Recipe, SampleConfig
+from megatrain.save.card import BASE_MODEL, Facts, base_model_name
 from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.trainer import Trainer
 
@@ -89,6 +91,8 @@ class Ingredients:
     datasets: Datasets
     work: ModelWork
     optimizer: OptimizerConfig
+    card: Facts
+    """What the recipe tells for the model card."""
 
     def trainer(self, arguments: TrainingArguments) -> CountingTrainer:
         """A trainer that prints nothing of its own. Streams the model if it is not streamed yet."""
@@ -103,6 +107,7 @@ class Ingredients:
             optimizer_cls_and_kwargs=self.optimizer.choice(arguments),
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.card_facts = self.card
         return trainer
 
 
@@ -133,7 +138,22 @@ def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> I
     if weights is not None:
         api.stream(model, weights, bf16=arguments.bf16, workload=_workload(datasets, arguments))
     datasets = datasets.fit_to(model)
-    return Ingredients(model=model, tokenizer=tokenizer, datasets=datasets, work=work, optimizer=recipe.optimizer)
+    return Ingredients(
+        model=model,
+        tokenizer=tokenizer,
+        datasets=datasets,
+        work=work,
+        optimizer=recipe.optimizer,
+        card=_card(recipe),
+    )
+
+
+def _card(recipe: Recipe) -> Facts:
+    """For the model card. Of files the name and not the place."""
+    given = recipe.data.path
+    sources = [given] if isinstance(given, (str, os.PathLike)) else given
+    names = [source if ":" in str(source) else os.path.basename(os.fspath(source)) for source in sources]
+    return {BASE_MODEL: base_model_name(recipe.model.name), "data": ", ".join(map(str, names))}
 
 
 def _workload(datasets: Datasets, arguments: TrainingArguments) -> Workload:

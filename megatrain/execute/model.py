@@ -6,8 +6,10 @@ Rule: what a user may call on the model afterwards does the right thing or raise
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -118,6 +120,8 @@ class StreamedPretrained(StreamedModel):
     """Mixed in before a class of transformers."""
 
     _is_being_saved = False
+    write_card: Callable[[nn.Module, Path], None] | None = None
+    """See `install`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,12 +141,28 @@ class StreamedPretrained(StreamedModel):
     activation_checkpointing_disable = gradient_checkpointing_disable
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers: config and sharded safetensors that plain `from_pretrained` loads."""
+        """As in transformers: config and sharded safetensors that plain `from_pretrained` loads; and a card (README.md)
+        that says what was trained, unless there is one that is not this library's."""
         self._is_being_saved = True
         try:
-            return super().save_pretrained(*args, **kwargs)
+            result = super().save_pretrained(*args, **kwargs)
         finally:
             self._is_being_saved = False
+        folder = args[0] if args else kwargs["save_directory"]
+        if self.write_card is not None and kwargs.get("is_main_process", True):
+            self.write_card(self, Path(folder))
+        return result
+
+
+@contextlib.contextmanager
+def without_card(model: nn.Module) -> Iterator[None]:
+    """In the block, saving `model` writes no card."""
+    held = vars(model).pop("write_card", None)
+    try:
+        yield
+    finally:
+        if held is not None:
+            vars(model)["write_card"] = held
 
 
 def _refusal(name: str, remedy: str) -> Callable[..., NoReturn]:
@@ -211,8 +231,12 @@ def make_layers(found: list[FoundLayer], plans: list[HomePlan], homes: list[Home
     return layers
 
 
-def install(model: nn.Module, engine: Engine) -> None:
-    """Route the layers' forwards through the engine and put the model's class under the rules above."""
+def install(model: nn.Module, engine: Engine, write_card: Callable[[nn.Module, Path], None]) -> None:
+    """Route the layers' forwards through the engine and put the model's class under the rules above.
+
+    Args:
+        write_card: called with the model and the folder when one of transformers was saved.
+    """
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
@@ -225,6 +249,8 @@ def install(model: nn.Module, engine: Engine) -> None:
         module.register_state_dict_post_hook(_bring_home)
     engine.register(model)
     model.__class__ = streamed_model_class(type(model))
+    if isinstance(model, StreamedPretrained):
+        model.write_card = write_card
     protect(model)
 
 

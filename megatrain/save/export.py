@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 
 from megatrain.base.errors import UserError
+from megatrain.save.card import CARD_NAME, FACTS_NAME, WEIGHTS, Facts, card_text, listed_dtypes, read_facts, state_facts
 from megatrain.save.checkpoints import MANIFEST_NAME, NEEDED_NAMES, check_sound
 from megatrain.save.folder import WEIGHT_NAMES, whole_folder
 from megatrain.save.weights import LOW_HALVES_NAME, weight_files
 from megatrain.store.masters import join
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CARD_NAME = "README.md"
 INDEX_NAME = WEIGHT_NAMES[1]
 STATE_NAME = "trainer_state.json"
-_OF_TRAINING = {MANIFEST_NAME, LOW_HALVES_NAME, "training_args.bin", *NEEDED_NAMES}
+_OF_TRAINING = {MANIFEST_NAME, FACTS_NAME, LOW_HALVES_NAME, "training_args.bin", *NEEDED_NAMES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported
         names = sorted(str(one).removeprefix("torch.") for one in seen)
         _copy_others(checkpoint, folder, names[0] if len(names) == 1 else None)
         words = _words(dtype, halves)
-        (folder / CARD_NAME).write_text(_card(checkpoint, words, names), encoding="utf-8")
+        (folder / CARD_NAME).write_text(card_text(_facts(checkpoint, words, names)), encoding="utf-8")
     return Exported(num_tensors=len(places), num_bytes=num_bytes, words=words)
 
 
@@ -144,28 +144,12 @@ def _words(dtype: str | None, halves: _Halves | None) -> str:
     return "exact fp32 masters" if halves.is_any else "weights in float32, widened where they were saved narrower"
 
 
-def _card(checkpoint: Path, words: str, dtypes: list[str]) -> str:
-    """The model card: what was trained, as far as the checkpoint tells."""
-    lines = ["---", "library_name: transformers", "---", "", "# Model", ""]
-    lines.append(f"Trained with MegaTrain, all parameters. {words.capitalize()} ({', '.join(dtypes)}).")
+def _facts(checkpoint: Path, words: str, dtypes: list[str]) -> Facts:
+    """What was trained, as far as the checkpoint tells."""
     state_file = checkpoint / STATE_NAME
-    if state_file.is_file():
-        state = json.loads(state_file.read_text(encoding="utf-8"))
-        logs = state.get("log_history", [])
-        rows = {
-            "steps": f"{state['global_step']:,} of {state['max_steps']:,}",
-            "epochs": f"{state['epoch']:.3g}" if state.get("epoch") is not None else None,
-            "last training loss": _last(logs, "loss"),
-            "last evaluation loss": _last(logs, "eval_loss"),
-        }
-        lines += ["", "| | |", "| --- | --- |"]
-        lines += [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _last(logs: list[dict], name: str) -> str | None:
-    values = [log[name] for log in logs if name in log]
-    return f"{float(values[-1]):.4f}" if values else None
+    state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.is_file() else None
+    of_run = {} if state is None else state_facts(state)
+    return {**read_facts(checkpoint), **of_run, WEIGHTS: f"{words} ({listed_dtypes(dtypes)})"}
 
 
 def _dump(values: dict, path: Path) -> None:
