@@ -34,7 +34,7 @@ from megatrain.plan.rows import (
     activation_bytes,
 )
 from megatrain.plan.workload import Workload
-from megatrain.run_plan import learn, predict_run, spec_of
+from megatrain.run_plan import learn, predict_run, propose_change, spec_of
 from megatrain.save.card import write_model_card
 from megatrain.store.buffers import BufferPool
 from megatrain.store.home import Home
@@ -59,6 +59,7 @@ def init(
     hbm_home_gb: float | None = None,
     workload: Workload | None = None,
     defer_loading: bool = True,
+    replan: bool = True,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -86,6 +87,8 @@ def init(
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
             for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
+        replan: False: on a GPU a run does not change, once, after its first steps, where homes live and how many slots
+            there are, where the planner with measured rates predicts that it pays (no result depends on it).
 
     Raises UserError for a setting that cannot work.
     """
@@ -151,14 +154,21 @@ def stream(
     )
     engine.plan = outline.plan
     if device.type == "cuda":
-        engine.report.learn = learn
-        engine.report.predict = functools.partial(predict_run, engine, spec_of(model, outline.formats))
+        _learn(engine, model, may_change=config.replan and (outline.plan is not None or options.places is None))
     with _closed_on_failure(engine):
         take_over = functools.partial(replace_parameters, model, engine, plans, homes)
         move_homes(model, plans, homes, initialize, memory.lock, take_over)
     install(model, engine, write_model_card)
     print(engine.summary(), flush=True)
     return model
+
+
+def _learn(engine: Engine, model: nn.Module, *, may_change: bool) -> None:
+    """Let the engine compare what was predicted with what it measures. may_change: and change itself."""
+    engine.report.learn = learn
+    engine.report.predict = functools.partial(predict_run, engine, spec_of(model, engine.formats))
+    if may_change and not engine.options.serial:
+        engine.changes.propose = functools.partial(propose_change, engine)
 
 
 @contextlib.contextmanager

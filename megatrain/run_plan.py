@@ -22,17 +22,20 @@ from megatrain.plan.explain import describe
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import nearest_machine
 from megatrain.plan.placement import HBM_TIER, RAM
-from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.planner import DEVICE_MARGIN, Plan, Planner
 from megatrain.plan.remedies import plan
+from megatrain.plan.replan import WORTH_A_CHANGE, Change, Spare, better_choice
 from megatrain.plan.rows import NUM_UPDATE_SLOTS, UPDATE_SLOT_BYTES
 from megatrain.plan.schedule import Choice
+from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
 from megatrain.spec.homes import Formats
 from megatrain.spec.model import ModelSpec, model_spec
 
 LEARNT = ("matmul_flops_per_second", "fp32_flops_per_second", "hbm_bytes_per_second", "update_ns_per_parameter")
-WORTH_A_CHANGE = 0.05
-"""Of a step's time: a better placement is named from there on."""
+SPARE_SHARE = 0.8
+"""Of the device memory that was free at the peak of the first steps, for homes and slots that are added: longer batches
+and gaps of the allocator are still to come."""
 
 
 def plan_run(model: nn.Module, formats: Formats, config: Config, workload: Workload, device: torch.device) -> Plan:
@@ -91,6 +94,31 @@ def learn(plan: Plan, measured: Measured) -> str:
         save_machine(dataclasses.replace(profile, source=source, **rates), machine_profile_path())
         parts.append("kept in the profile for the next plan")
     return f"megatrain: {', '.join(parts)}"
+
+
+def propose_change(engine: Engine, plan: Plan, measured: Measured) -> Change | None:
+    """What the run should change of itself now that rates and memory of its steps have been measured, if anything."""
+    planner = Planner(calibrated(plan, measured), plan.spec, plan.workload, plan.config, plan.budgets)
+    mover, options = engine.mover, engine.placement.options
+    running = dataclasses.replace(plan.choice, places=mover.places, num_slots=options.num_slots)
+    home_bytes = [mover.device_bytes(home) if mover.may_move(home) else None for home in engine.homes]
+    spare = Spare(num_bytes=_spare_device_bytes(engine), home_bytes=home_bytes, slot_bytes=engine.transport.slot_bytes)
+    return better_choice(planner, running, spare)
+
+
+def _spare_device_bytes(engine: Engine) -> int:
+    """What the steps so far have left of the device's memory at their peak, less a share for those to come."""
+    peak_bytes = torch.cuda.max_memory_reserved(engine.device)
+    if engine.config.clip == "layer":
+        # Gradients that nobody keeps need slabs there (`LaneStream.prepare_move`), if there are none yet.
+        peak_bytes += engine.placement.ring_bytes(engine.placement.plans)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(engine.device)
+    left_bytes = free_bytes + torch.cuda.memory_reserved(engine.device) - peak_bytes
+    if engine.config.max_vram_bytes is None:
+        left_bytes -= int(DEVICE_MARGIN * total_bytes)
+    else:
+        left_bytes = min(left_bytes, engine.config.max_vram_bytes - CONTEXT_BYTES - peak_bytes)
+    return max(0, int(SPARE_SHARE * left_bytes))
 
 
 def machine_at_hand(config: Config, device: torch.device) -> Machine:

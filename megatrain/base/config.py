@@ -81,6 +81,11 @@ class Config:
     """Leave the weights of large models in their files in transformers' own from_pretrained, until `mt.stream` takes
     them home or somebody asks for them."""
 
+    replan: bool = True
+    """On a GPU, let a run change once, at a step boundary after its first steps, where homes live and how many slots
+    there are, if the planner predicts with measured rates that it pays. False: everything stays. No result depends on
+    it."""
+
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
             raise UserError(
@@ -93,7 +98,7 @@ class Config:
             is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
-        for name in ("compile", "defer_loading"):
+        for name in ("compile", "defer_loading", "replan"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         # A torch.device is known by its name: this module does without torch.

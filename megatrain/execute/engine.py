@@ -26,11 +26,13 @@ from megatrain.execute.apart import apart
 from megatrain.execute.attributes import set_attributes, setting_attributes
 from megatrain.execute.call import Arguments, Call, LayerFunction
 from megatrain.execute.capture import recorded_so_far, recording_keys
+from megatrain.execute.changes import StepChanges
 from megatrain.execute.fetch import Fetcher
 from megatrain.execute.first_line import describe_run
 from megatrain.execute.layer import StreamedLayer, Views
+from megatrain.execute.mover import HomeMover
 from megatrain.execute.passes import Passes
-from megatrain.execute.report import RunReport
+from megatrain.execute.report import RunReport, run_stats
 from megatrain.execute.retry import accumulate_with_room
 from megatrain.execute.runs import Run, current_run
 from megatrain.execute.templates import compile_templates
@@ -68,6 +70,7 @@ def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
         is_backward = torch._C._current_graph_task_id() != -1
         if depth == 0 and not is_backward:
             self.recover()
+            self.changes.at_boundary()
         elif owner != thread and not is_backward:
             raise RefusedError(
                 "a streamed model was called from two threads at once, and its layers share the device one after the "
@@ -147,6 +150,8 @@ class Engine:
         self.plan: Plan | None = None
         """What memory and time were planned to be, where that was asked for."""
         self.report = RunReport(self)
+        self.mover = HomeMover(self)
+        self.changes = StepChanges(self)
         self._first_block = next((layer for layer in layers if layer.kind == "block"), None)
         if self.config.compile:
             compile_templates(layers)
@@ -358,21 +363,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the model was streamed: visits a home, transfers, bytes, predictions, stalls, the disk."""
-        counters = self.transport.counters
-        return {
-            "steps": self.num_steps,
-            "visits": dict(counters.visits),
-            "num_transfers": counters.num_transfers,
-            "transferred_bytes": counters.transferred_bytes,
-            "num_drains": counters.num_drains,
-            "drained_bytes": counters.drained_bytes,
-            "num_fetches": counters.num_fetches,
-            "offloaded_activation_bytes": self.activations.offloaded_bytes,
-            "stall_seconds": self.transport.stall_seconds(),
-            "busy_seconds": self.transport.busy_seconds(),
-            **self.transport.prediction_stats(),
-            **({} if self.memory.disk is None else self.memory.disk.stats()),
-        }
+        return run_stats(self)
 
     @property
     def consumed(self) -> list[Home]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -76,6 +76,7 @@ class RunReport:
 
     def end_step(self) -> None:
         """The optimizer has queued its updates."""
+        self._engine.changes.end_step()
         if self._is_over:
             return
         now = time.perf_counter()
@@ -87,18 +88,29 @@ class RunReport:
         self._workload = self._workload_seen() or self._workload
         self._seen.clear()
         if len(self.step_seconds) == NUM_STEPS - 1:
-            self.finish()
+            plan = self._tell()
+            if plan is not None:
+                self._engine.changes.consider(plan, self._measured(), self.step_seconds)
 
     def finish(self) -> None:
-        """The run is over, or long enough: say what there is to say, once."""
+        """The run is over: say what there is still to say."""
+        self._tell()
+        self._engine.changes.finish()
+
+    def _tell(self) -> Plan | None:
+        """Say what was predicted and measured, once, and learn from it. Returns the prediction, if there is one."""
         if self._is_over or self._workload is None or not self.step_seconds:
-            return
+            return None
         self._is_over = True
         plan = self._engine.plan or self.predict(self._workload)
-        self._say(self.line(self._workload, plan))
+        self.say(self.line(self._workload, plan))
         learnt = "" if plan is None else self.learn(plan, self._measured())
         if learnt:
-            self._say(learnt)
+            self.say(learnt)
+        return plan
+
+    def say(self, line: str) -> None:
+        self._say(line)
 
     def silence(self) -> None:
         """Neither say nor learn anything: for a run whose steps are none that anybody waits for."""
@@ -157,6 +169,25 @@ def _seconds(seconds: float) -> str:
 
 def _pair(format_: Callable[[float], str], planned: float | None, measured: float) -> str:
     return format_(measured) if planned is None else f"{format_(planned)} -> {format_(measured)}"
+
+
+def run_stats(engine: Engine) -> dict[str, Any]:
+    """Counts since the model was streamed: visits a home, transfers, bytes, predictions, stalls, the disk."""
+    transport, counters = engine.transport, engine.transport.counters
+    return {
+        "steps": engine.num_steps,
+        "visits": dict(counters.visits),
+        "num_transfers": counters.num_transfers,
+        "transferred_bytes": counters.transferred_bytes,
+        "num_drains": counters.num_drains,
+        "drained_bytes": counters.drained_bytes,
+        "num_fetches": counters.num_fetches,
+        "offloaded_activation_bytes": engine.activations.offloaded_bytes,
+        "stall_seconds": transport.stall_seconds(),
+        "busy_seconds": transport.busy_seconds(),
+        **transport.prediction_stats(),
+        **({} if engine.memory.disk is None else engine.memory.disk.stats()),
+    }
 
 
 def layer_report(engine: Engine) -> dict[str, dict[str, float]]:

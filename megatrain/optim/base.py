@@ -24,6 +24,7 @@ from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import average, checks, states
 from megatrain.optim import state_dict as state_dicts
 from megatrain.optim.lossless_update import LosslessSegment
+from megatrain.optim.movable import Movable
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Ema, Segment
 from megatrain.optim.skipped import SkippedSteps, first_bad_layer
@@ -38,7 +39,7 @@ Group = dict[str, Any]
 Work = Segment | LosslessSegment
 
 
-class HomeOptimizer(torch.optim.Optimizer):
+class HomeOptimizer(Movable, torch.optim.Optimizer):
     """What all rules share.
 
     Args:
@@ -86,14 +87,11 @@ class HomeOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if engine is None:
             raise UserError(f"{type(self).__name__} got no parameters: give it the streamed model")
+        checks.check_clipping(engine, max_norm)
         self._updaters = Updaters(engine.device, num_threads, kernel, engine.transport.window)
+        engine.mover.keepers.add(self)
         if engine.config.clip == "layer":
-            checks.check_single_consumer(engine)
             engine.consumer = weakref.WeakMethod(self._consume)
-        elif max_norm is not None:
-            raise UserError(
-                'max_norm is for clip="layer"; with clip="global" call mt.clip_grad_norm_(model, max_norm) instead'
-            )
 
     # What a rule says.
 

@@ -41,7 +41,11 @@ def trainable(params: Any) -> Any:
     return found
 
 
-def check_single_consumer(engine: Engine) -> None:
+def check_clipping(engine: Engine, max_norm: float | None) -> None:
+    if engine.config.clip == "global" and max_norm is not None:
+        raise UserError(
+            'max_norm is for clip="layer"; with clip="global" call mt.clip_grad_norm_(model, max_norm) instead'
+        )
     if engine.consumer is not None and engine.consumer() is not None:
         raise UserError('clip="layer" takes one optimizer a model, which has all its parameters: use param groups')
 

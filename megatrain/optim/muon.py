@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,13 @@ class Muon(HomeOptimizer):
             raise
         for group in self.param_groups[num_groups:]:
             for parameter in group["params"] if group["use_muon"] else ():
-                self._reserve(parameter)
+                self._reserve(parameter, parameter._home.place)
+
+    def prepare_move(self, home: Home, place: Place) -> Callable[[], None]:
+        for parameter, index in self._members.get(home, ()):
+            if self.param_groups[index]["use_muon"]:
+                self._reserve(parameter, place)
+        return super().prepare_move(home, place)
 
     def rule(self, group: Group) -> Rule:
         return rules.MUON if group["use_muon"] else rules.ADAMW
@@ -158,13 +164,13 @@ class Muon(HomeOptimizer):
             measures += self._updaters.run(place, [part.step_half(orthogonal)], measure)
         return measures
 
-    def _reserve(self, parameter: HomeParameter) -> None:
+    def _reserve(self, parameter: HomeParameter, place: Place) -> None:
         """Memory for the parameter's directions. Each place has an update lane of its own, or shares it one by one."""
         home, shape = parameter._home, parameter._field.shape
-        if home.place not in self._workspaces:
-            tier = home.tiers[HBM_TIER if home.place.is_resident else RAM]
-            self._workspaces[home.place] = Workspace(tier, parameter._engine.device, home.place.is_staged)
-        self._workspaces[home.place].reserve(part_numel(shape, is_lossless=self.moments == "lossless"))
+        if place not in self._workspaces:
+            tier = home.tiers[HBM_TIER if place.is_resident else RAM]
+            self._workspaces[place] = Workspace(tier, parameter._engine.device, place.is_staged)
+        self._workspaces[place].reserve(part_numel(shape, is_lossless=self.moments == "lossless"))
 
 
 @dataclass(frozen=True, kw_only=True)

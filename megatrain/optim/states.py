@@ -12,7 +12,7 @@ and `ema` (fp32, in the parameter's shape) where an average of the weights is ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,13 +20,13 @@ import torch
 from megatrain.base.errors import RefusedError
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.rules import Rule
-from megatrain.plan.placement import DISK_TIER
+from megatrain.plan.placement import DISK_TIER, Place
 from megatrain.spec.formats import FORMATS
 from megatrain.store.codecs import Stored
 from megatrain.store.home import Home
 from megatrain.store.lending import Lending
 from megatrain.store.lossless import LosslessMoment
-from megatrain.store.tier import PAGE_BYTES
+from megatrain.store.tier import PAGE_BYTES, round_up
 
 State = dict[str, Any]
 
@@ -50,13 +50,9 @@ def make_states(
                 sizes.append((parameter, f"{state.name}.scales", torch.float32, format_.num_scales(numel)))
         if has_ema:
             sizes.append((parameter, EMA, torch.float32, parameter.numel()))
-    starts = [0]
-    for _, _, dtype, count in sizes:
-        starts.append(-(-(starts[-1] + count * dtype.itemsize) // ALIGN_BYTES) * ALIGN_BYTES)
-    block = home.tiers[home.place.moments].empty(starts[-1], pinned=home.place.is_staged)
     made: dict[HomeParameter, State] = {p: {"step": torch.zeros((), dtype=torch.float32)} for p in rules}
-    for (parameter, name, dtype, count), start in zip(sizes, starts, strict=False):
-        tensor = block[start : start + count * dtype.itemsize].view(dtype)
+    flat = _block(home, home.place, [(dtype, count) for _, _, dtype, count in sizes])
+    for (parameter, name, _, _), tensor in zip(sizes, flat, strict=True):
         made[parameter][name] = tensor if "." in name else tensor.view(parameter.shape)
     for parameter, rule in rules.items() if moments == LOSSLESS else ():
         for state in rule.states:
@@ -65,6 +61,30 @@ def make_states(
         for parameter in rules:
             made[parameter][EMA].copy_(home.read(parameter._field))
     return made
+
+
+def _block(home: Home, place: Place, sizes: Sequence[tuple[torch.dtype, int]]) -> list[torch.Tensor]:
+    """Flat tensors of these dtypes and numbers of elements, in one block of memory where `place` has moments."""
+    starts = [0]
+    for dtype, count in sizes:
+        starts.append(round_up(starts[-1] + count * dtype.itemsize, ALIGN_BYTES))
+    block = home.tiers[place.moments].empty(starts[-1], pinned=place.is_staged)
+    return [
+        block[start : start + count * dtype.itemsize].view(dtype)
+        for (dtype, count), start in zip(sizes, starts, strict=False)
+    ]
+
+
+def copied_states(home: Home, own: Mapping[HomeParameter, State], place: Place) -> dict[HomeParameter, State]:
+    """Copies of the moments and averages of parameters of one home, in one block where `place` has them; without
+    `step`. (None is lossless: those lie on no device.)"""
+    named = [(parameter, name) for parameter, state in own.items() for name in state if name != "step"]
+    tensors = [own[parameter][name] for parameter, name in named]
+    flat = _block(home, place, [(tensor.dtype, tensor.numel()) for tensor in tensors])
+    copies: dict[HomeParameter, State] = {parameter: {} for parameter in own}
+    for (parameter, name), tensor, copy in zip(named, tensors, flat, strict=True):
+        copies[parameter][name] = copy.view(tensor.shape).copy_(tensor)
+    return copies
 
 
 def _lossless(home: Home, numel: int) -> LosslessMoment:

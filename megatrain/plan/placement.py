@@ -70,6 +70,13 @@ class Place:
         """Parts of it stream through the device for its update, and are page-locked."""
         return self.update == "device" and RAM in self.tiers.values()
 
+    def is_apart(self, part: str, other: Place) -> bool:
+        """Whether a home that lives so has to copy the part for it to live as in `other`: to another tier, or, if it is
+        to stream through the device from now on, to memory that is page-locked. (Weights and gradients are anyway.)"""
+        if self.tiers[part] != other.tiers[part]:
+            return True
+        return part in ("low", "moments") and self.tiers[part] == RAM and other.is_staged and not self.is_staged
+
     def __str__(self) -> str:
         """The shorthand, or the parts that are not in host memory."""
         for name, place in PLACES.items():

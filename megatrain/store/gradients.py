@@ -83,6 +83,14 @@ class HomeGradients:
     def device(self) -> torch.device:
         return self._memory.device
 
+    def move(self, memory: Tier, room: BufferPool | None) -> None:
+        """Slabs come from there from now on. Nothing is held, and nothing lent."""
+        assert not self.touched and not self.is_lent, "gradients are used up before their home moves"
+        if memory is self._memory:
+            return
+        self._leave_slab()
+        self._total, self._memory, self._room = None, memory, room
+
     def borrow(self, slab: torch.Tensor, layout: GradientLayout) -> None:
         """Take `slab` (flat uint8, large enough) for the next pass, until `give_back`."""
         # What an interrupt kept from its update is in a slab that others have now.

@@ -7,7 +7,7 @@ Rule: whoever reads or writes weights waits for `updated` first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -55,7 +55,9 @@ class Home:
         self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged).view(torch.int16)
         self.updated = Fence.done()
         self.version = 0
-        room = (rooms or {}).get(place.gradients) if keeps_gradients else None
+        # Their sizes were chosen for the homes that are there from the start.
+        self._rooms = {place.gradients: (rooms or {}).get(place.gradients) if keeps_gradients else None}
+        room = self._rooms[place.gradients]
         self.grads = HomeGradients(tiers[place.gradients], grad_dtype, is_kept=keeps_gradients, room=room)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
@@ -128,6 +130,28 @@ class Home:
         else:
             self.weights(field).copy_(value.detach())
         self.version += 1
+
+    def prepare_move(self, place: Place) -> Callable[[], None]:
+        """Copies weights and low halves to where `place` has them. What is returned takes the copies over, and may be
+        called again after an interrupt; gradients go to their new tier from then on.
+
+        Nobody else is at the home between the two, it holds no gradients, and nothing of it is lent. On a device the
+        caller waits for the copies. Raises UserError or torch.OutOfMemoryError where there is no room.
+        """
+        wire = self._copy(self.wire, "weights", place, pinned=True)
+        low = self._copy(self.low, "low", place, pinned=place.is_staged)
+
+        def take_over() -> None:
+            self.wire, self.low, self.place = wire, low, place
+            self.grads.move(self.tiers[place.gradients], self._rooms.get(place.gradients))
+
+        return take_over
+
+    def _copy(self, tensor: torch.Tensor, part: str, place: Place, *, pinned: bool) -> torch.Tensor:
+        """`tensor` itself where it may stay."""
+        if not self.place.is_apart(part, place):
+            return tensor
+        return self.tiers[place.tiers[part]].empty(tensor.nbytes, pinned=pinned).view(tensor.dtype).copy_(tensor)
 
     def settle(self) -> None:
         """Until what was written to disk can be read where it is mapped."""

@@ -40,6 +40,11 @@ class SetAside:
             for home in writers:
                 self._put_back(home)
 
+    @property
+    def is_open(self) -> bool:
+        """Homes hold what is not theirs."""
+        return bool(self._open)
+
     def check(self, what: str) -> None:
         """Raises RefusedError for `what` while a block is open."""
         if self._open:

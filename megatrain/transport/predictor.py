@@ -43,6 +43,11 @@ class Predictor(Generic[Item]):
             f"{prefix}_seconds": self.seconds,
         }
 
+    def forget(self) -> None:
+        """The order is another one from now on."""
+        self._after.clear()
+        self._previous = self._current = None
+
     def observe(self, item: Item) -> None:
         """A visit of `item` starts. Repeated visits of the same item count once."""
         started = time.perf_counter()

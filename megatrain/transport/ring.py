@@ -48,6 +48,10 @@ class SlabRing:
         self._lent: dict[Home, Loan] = {}
 
     @property
+    def slab_bytes(self) -> int:
+        return min(slab.numel() for slab in self._slabs)
+
+    @property
     def is_settled(self) -> bool:
         """All that was lent will come back. If not, an interrupt came between."""
         return not self._lent

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from megatrain.base.fence import Fence
+from megatrain.plan.placement import Place
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
@@ -19,7 +20,7 @@ from megatrain.transport.drain import GradientPacket, land
 class SerialStream:
     """Same verbs as `LaneStream`; every verb has done its work when it returns."""
 
-    total_device_bytes = 0
+    total_device_bytes = slot_bytes = 0
     window = None
     is_idle = True
 
@@ -72,6 +73,17 @@ class SerialStream:
 
     def flush(self) -> None:
         """Everything is always over."""
+
+    def quiesce(self) -> None:
+        """Everything is always over, but for what was enqueued on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def resize_slots(self, num_slots: int) -> None:
+        """There are none."""
+
+    def prepare_move(self, home: Home, place: Place) -> None:
+        """A home needs nothing here."""
 
     def waiting(self, cause: str) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()

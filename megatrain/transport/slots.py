@@ -88,8 +88,33 @@ class SlotPool:
 
     def __init__(self, *, device: torch.device, num_slots: int, block_bytes: int, largest_bytes: int) -> None:
         sizes = slot_sizes(num_slots=num_slots, block_bytes=block_bytes, largest_bytes=largest_bytes)
-        self.slots = [Slot(torch.empty(size, dtype=torch.uint8, device=device)) for size in sizes]
-        self.total_bytes = sum(sizes)
+        self.block_bytes = block_bytes
+        self._device = device
+        self.slots = [self._make(size) for size in sizes]
+        self._num_large = len(sizes) - num_slots
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(slot.buffer.numel() for slot in self.slots)
+
+    def resize(self, num_slots: int) -> None:
+        """So many slots for blocks from now on. None is in use, and no copy on its way.
+
+        Raises torch.OutOfMemoryError.
+        """
+        assert all(slot.state is not State.IN_USE for slot in self.slots)
+        large = self.slots[len(self.slots) - self._num_large :]
+        blocks = self.slots[: len(self.slots) - self._num_large][:num_slots]
+        while len(blocks) < num_slots:
+            blocks.append(self._make(self.block_bytes))
+        self.slots = [*blocks, *large]
+
+    def fits(self, home: Home) -> bool:
+        """Whether there is a slot for it."""
+        return any(slot.buffer.numel() >= home.wire.numel() for slot in self.slots)
+
+    def _make(self, num_bytes: int) -> Slot:
+        return Slot(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
 
     def find(self, home: Home) -> Slot | None:
         return next((slot for slot in self.slots if slot.holds(home)), None)

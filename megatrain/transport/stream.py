@@ -27,7 +27,7 @@ import torch
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
-from megatrain.plan.placement import DISK_TIER
+from megatrain.plan.placement import DISK_TIER, Place
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.disk import DiskWindow, WeightReader
@@ -71,11 +71,10 @@ class LaneStream:
             block_bytes=block_bytes,
             largest_bytes=max((home.wire.numel() for home in homes if not home.place.is_resident), default=0),
         )
-        self._depth = len(self.slots.slots) - 1
-        self._rings = rings or {}
+        self._rings = dict(rings or {})
         self._max_drains = options.max_drains
         self._poison = options.poison
-        delay_seconds = options.lane_delay_seconds
+        self._delay_seconds = delay_seconds = options.lane_delay_seconds
         self._h2d = Lane("h2d", device, delay_seconds=delay_seconds)
         self._d2h = Lane("d2h", device, delay_seconds=delay_seconds)
         self._cpu = Lane("cpu", torch.device("cpu"), delay_seconds=delay_seconds)
@@ -84,12 +83,10 @@ class LaneStream:
         if window is not None:
             self._disk_update = Lane("disk update", torch.device("cpu"), delay_seconds=delay_seconds)
             self._update_lanes.append(self._disk_update)
-        if any(home is not None and home.place.update == "device" for home in (*homes, resident)):
-            self._device_update = Lane("update", device, delay_seconds=delay_seconds)
-            self._update_lanes.append(self._device_update)
         self._reader = reader
-        self._all_rings = [*self._rings.values(), *([] if reader is None else [reader.slots])]
         self._lanes = [self._h2d, self._d2h, *self._update_lanes, *([] if reader is None else [reader.lane])]
+        if any(home is not None and home.place.update == "device" for home in (*homes, resident)):
+            self._add_device_update()
         self._in_use: dict[Home, tuple[Slot, int]] = {}
         self._drains: deque[tuple[Fence, GradientPacket]] = deque()
         self._may_be_draining = False
@@ -99,6 +96,15 @@ class LaneStream:
     @property
     def total_device_bytes(self) -> int:
         return self.slots.total_bytes
+
+    @property
+    def _all_rings(self) -> list[SlabRing]:
+        return [*self._rings.values(), *([] if self._reader is None else [self._reader.slots])]
+
+    def _add_device_update(self) -> None:
+        self._device_update = Lane("update", self.device, delay_seconds=self._delay_seconds)
+        self._update_lanes.append(self._device_update)
+        self._lanes.append(self._device_update)
 
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) in a slot; the caller's stream is ordered behind the copy."""
@@ -239,6 +245,40 @@ class LaneStream:
             self._drains.clear()
             self._may_be_draining = False
 
+    def quiesce(self) -> None:
+        """Wait until no lane has anything left to do, on the device either; raise what went wrong."""
+        self.flush()
+        for lane in self._lanes:
+            lane.flush()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot for blocks; 0 if none is streamed."""
+        return self.slots.block_bytes
+
+    def resize_slots(self, num_slots: int) -> None:
+        """So many slots for blocks from now on, if any are streamed. All is quiet. Raises torch.OutOfMemoryError."""
+        if self.slots.block_bytes:
+            self.slots.resize(num_slots)
+
+    def prepare_move(self, home: Home, place: Place) -> None:
+        """Make what `home` will need in `place`: a lane, slabs. All is quiet. The order of visits is learned anew.
+
+        Raises UserError where there is no slot for its weights, torch.OutOfMemoryError.
+        """
+        if not (place.is_resident or self.slots.fits(home)):
+            raise UserError(f"{home.name} cannot leave the device: there is no slot for its weights")
+        if place.update == "device" and self._device_update is None:
+            self._add_device_update()
+        tier = home.tiers[place.gradients]
+        ring, num_bytes = self._rings.get(tier.device.type), home.gradient_layout().numel * home.grad_dtype.itemsize
+        if not home.grads.is_kept and (ring is None or ring.slab_bytes < num_bytes):
+            slabs = [tier.empty(num_bytes, pinned=True) for _ in range(self._max_drains + 1)]
+            self._rings[tier.device.type] = SlabRing(slabs)
+        self.predictor.forget()
+
     def waiting(self, cause: str) -> StallClock:
         """A context around a wait of the compute lane: "weights" or "drain"."""
         return self._stall[cause]
@@ -266,7 +306,7 @@ class LaneStream:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def _prefetch(self, home: Home) -> None:
-        keep = [home, *self.predictor.predict(self._depth)]
+        keep = [home, *self.predictor.predict(len(self.slots.slots) - 1)]
         for index, predicted in enumerate(keep):
             if self.slots.find(predicted) is None:
                 self._fill(predicted, keep=keep[:index])

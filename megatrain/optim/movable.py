@@ -1,0 +1,51 @@
+"""An optimizer's half of a home that moves to another tier between two steps (`execute/mover.py`): its states go too.
+
+Rule: the dicts of states stay, and the tensors in them are the storage that updates use; only where that lies changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from megatrain.execute.parameters import HomeParameter
+from megatrain.optim.states import State, copied_states, num_state_bytes
+from megatrain.plan.placement import Place
+from megatrain.store.home import Home
+from megatrain.store.lending import Lending
+
+
+class Movable:
+    """For HomeOptimizer."""
+
+    _states: dict[HomeParameter, State]
+    _members: dict[Home, list[tuple[HomeParameter, int]]]
+    _lending: Lending
+
+    @property
+    def is_lending(self) -> bool:
+        """Somebody may hold one of the states."""
+        return self._lending.may_be_out
+
+    def num_bytes_of(self, home: Home) -> int:
+        """Of a home's states."""
+        return sum(num_state_bytes(self._states[parameter]) for parameter, _ in self._members.get(home, ()))
+
+    def prepare_move(self, home: Home, place: Place) -> Callable[[], None]:
+        """Copies the home's states to where `place` has its moments. What is returned takes the copies over, and may be
+        called again after an interrupt. As `Home.prepare_move` otherwise, and to be called before that is taken over.
+        """
+        members = [parameter for parameter, _ in self._members.get(home, ())]
+        if not (members and home.place.is_apart("moments", place)):
+            return _stay
+        own = {parameter: self._states[parameter] for parameter in members}
+        return functools.partial(_take_over, own, copied_states(home, own, place))
+
+
+def _take_over(own: dict[HomeParameter, State], copies: dict[HomeParameter, State]) -> None:
+    for parameter, state in own.items():
+        state.update(copies[parameter])
+
+
+def _stay() -> None:
+    """No state moves."""
