@@ -35,7 +35,7 @@ import megatrain as mt
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.execute.engine import engine_of
-from megatrain.plan.placement import Place
+from megatrain.plan.placement import CPU, HBM, STREAM, Place
 
 OFFLOAD_DIR = "runs/offload"
 FIGURES = {
@@ -185,6 +185,44 @@ def check_places(precision: str, **settings: Any) -> str:
     return ""
 
 
+def check_moved(**settings: Any) -> str:
+    """Homes that move to the device and back between two steps, and slots that come and go: bit-equal to homes that
+    stay. Prints device memory before the moves, with homes there and after."""
+    everywhere = {"model.embed_tokens": HBM, **{f"model.layers.{n}": HBM for n in range(6)}, "lm_head": HBM}
+    some = {"model.layers.0": STREAM, "model.layers.1": CPU, "model.layers.2": Place(moments="hbm", update="device")}
+    moves = [({}, 2), (everywhere, 3), (some, 4), (dict.fromkeys(everywhere, CPU), 2), ({"model.layers.3": HBM}, 2)]
+    states = []
+    for is_moved in (False, True):
+        torch.manual_seed(0)
+        mt.init(precision="bf16", hbm_home_gb=0, **settings)
+        options = StreamOptions(num_slots=2, poison=True, lane_delay_seconds=0.002, activation_bytes=2**20)
+        model = stream(llama(), options=options)
+        clips_layers = settings.get("clip") == "layer"
+        optimizer = mt.optim.AdamW(model, lr=1e-3, **({"max_norm": 0.5} if clips_layers else {}))
+        engine, data, figures = engine_of(model), batches(1000), []
+        for places, num_slots in moves:
+            if is_moved:
+                assert engine.mover.is_free()
+                engine.mover.move([places.get(home.name, home.place) for home in engine.homes])
+                engine.mover.resize_slots(num_slots)
+            torch.cuda.empty_cache()
+            figures.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
+            for _ in range(2):
+                mt.accumulate(model, data)
+                optimizer.step()
+                optimizer.zero_grad()
+        moments = optimizer.state_dict()["state"]
+        named = {f"{i} {name}": tensor.cpu() for i, of in moments.items() for name, tensor in of.items()}
+        states.append(mt.full_state_dict(model) | named)
+        engine.close()
+    print("     reserved and allocated after each move:", [f"{a >> 20}, {b >> 20} MiB" for a, b in figures], flush=True)
+    (truth, moved), allocated = states, [num_bytes for _, num_bytes in figures]
+    different = [name for name in truth if not torch.equal(truth[name], moved[name])]
+    if different:
+        return f"{len(different)} weights and moments differ: {different[:3]}"
+    return "" if allocated[1] > max(allocated[0], allocated[3]) else "device memory did not come and go with the homes"
+
+
 def check_activations() -> str:
     """Boundary activations on the host, or in one room with gradients on the device, large and without delays, so that
     their memory is reused at once."""
@@ -238,6 +276,8 @@ def run_correctness() -> bool:
         "places split": lambda: check_places("bf16"),
         "places bf16 master, 4bit": lambda: check_places("bf16", master="bf16", optimizer_compression="4bit"),
         "places split, 8bit, clip by layer": lambda: check_places("bf16", optimizer_compression="8bit", clip="layer"),
+        "homes moved at a step boundary": lambda: check_moved(optimizer_compression="8bit"),
+        "homes moved at a step boundary, clip by layer": lambda: check_moved(clip="layer"),
         "compiled llama bf16": check_compiled,
     }
     failed = False

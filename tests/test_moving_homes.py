@@ -18,6 +18,7 @@ from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.plan.placement import CPU, HBM, STREAM, Place
+from megatrain.store.lending import Lending
 from megatrain.transport.slots import State
 
 RACES = {"poison": True, "lane_delay_seconds": 0.001}
@@ -219,14 +220,20 @@ def test_nothing_is_free_while_somebody_holds_something() -> None:
 
 
 def test_what_was_lent_on_a_device_may_have_aliases_that_nobody_counts() -> None:
-    from megatrain.store.lending import Lending
-
     lending = Lending()
     lending.lend(torch.zeros(3))
-    assert not lending.may_be_out
+    assert not lending.has_lent_on_device
     alias = lending.lend(torch.zeros(3, device="meta")).detach()
     gc.collect()
-    assert not lending.is_any_out and lending.may_be_out and alias.numel()
+    assert not lending.is_any_out and lending.has_lent_on_device and alias.numel()
+    model, optimizer = start()
+    engine = engine_of(model)
+    train(model, optimizer, batches(1))
+    move(engine, {"model.layers.0": HBM})
+    optimizer._lending.has_lent_on_device = True
+    move(engine, {"model.layers.1": HBM, "model.layers.0": MOMENTS_ON_DEVICE})
+    with pytest.raises(UserError, match="model.layers.0 cannot leave the device: somebody may hold a view of"):
+        move(engine, {"model.layers.0": CPU})
 
 
 def test_what_cannot_move_stays(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_what_was_measured_to_be_slower_is_undone() -> None:
     train(model, optimizer, batches(1))
     assert set(engine.mover.places) == {CPU} and engine.placement.options.num_slots == 2
     assert [slot.buffer.numel() for slot in engine.transport.slots.slots] == before
-    assert said[2:] == ["megatrain: undone at this step boundary: homes and slots are as before"]
+    assert said[2:] == ["megatrain: undone: homes and slots are as before"]
     train(model, optimizer, batches(6))
     assert len(said) == 3
 
@@ -277,6 +277,38 @@ def test_a_change_without_room_is_undone_whole(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(last, "prepare_move", whole)
     train(model, optimizer, batches(7))
     assert len(said) == 1
+
+
+def test_a_step_that_the_device_does_not_hold_takes_the_change_back() -> None:
+    results = []
+    for fails in (True, False):
+        model, optimizer, engine, said = watched()
+        engine.report.silence()
+        train(model, optimizer, batches(1))
+        if fails:
+            engine.changes.propose = lambda plan, measured, engine=engine: change_to(engine, 3, model__layers__0=HBM)
+            engine.changes.consider(small_step(), MEASURED, BEFORE)
+        train(model, optimizer, batches(2))
+        mlp, left = model.model.layers[1].mlp, [fails]
+        plain = mlp.forward
+
+        def forward(hidden: torch.Tensor, plain: Callable = plain, left: list[bool] = left) -> torch.Tensor:
+            if left.pop() if left else False:
+                raise torch.OutOfMemoryError("CUDA out of memory. (a test)")
+            return plain(hidden)
+
+        mlp.forward = forward
+        budget_bytes = engine.activations.budget_bytes
+        train(model, optimizer, batches(6, seed=2))
+        assert set(engine.mover.places) == {CPU} and engine.activations.budget_bytes == budget_bytes > 0
+        if fails:
+            _, gives_way, undone = said
+            assert gives_way.endswith(
+                "did not hold this step, which is done again without the change of homes or slots"
+            )
+            assert undone == "megatrain: undone: homes and slots are as before"
+        results.append(result(model, optimizer))
+    assert_same(*results)
 
 
 def test_a_run_that_ends_says_what_it_measured_so_far() -> None:

@@ -41,7 +41,6 @@ class _Trial:
     change: Change
     before: Sequence[float]
     """Seconds of each step that was measured before it."""
-    undo: Callable[[], None]
     after: list[float] = dataclasses.field(default_factory=list)
     ended: float | None = None
 
@@ -61,6 +60,13 @@ class StepChanges:
         self._is_due = False
         """There is something to do at the next boundary, and no call has come to it yet."""
         self._trial: _Trial | None = None
+        self._undo: Callable[[], None] | None = None
+        """Of the change that is in force."""
+
+    @property
+    def is_made(self) -> bool:
+        """A change is in force."""
+        return self._undo is not None
 
     def consider(self, plan: Plan, measured: Measured, step_seconds: Sequence[float]) -> None:
         """The first steps have been measured."""
@@ -89,6 +95,18 @@ class StepChanges:
         if trial is not None and trial.after:
             self._say(self._outcome(trial))
 
+    def give_way(self) -> bool:
+        """The device's memory did not hold a step, of which nothing is left: undo the change at once. Returns whether
+        there was one."""
+        if self._undo is None or not self._engine.mover.is_free():
+            return False
+        undo, self._trial, self._next = self._undo, None, None
+        self._say(
+            "the device's memory did not hold this step, which is done again without the change of homes or slots"
+        )
+        undo()
+        return True
+
     def _measure(self, trial: _Trial) -> None:
         now = self.clock()
         if trial.ended is not None:
@@ -100,7 +118,7 @@ class StepChanges:
         spread = max(trial.before) - min(trial.before)
         is_worse = statistics.median(trial.after) > statistics.median(trial.before) + spread
         if is_worse:
-            self._next = trial.undo
+            self._next = self._undo
         back = f", more than the spread of {_seconds(spread)}: it is undone at the next step boundary"
         self._say(self._outcome(trial) + (back if is_worse else ""))
 
@@ -121,18 +139,20 @@ class StepChanges:
             self._change(places, num_slots)
             self._say(f"there was no room for a change of homes or slots, which is undone ({_first_line(error)})")
             return
-        then, now = change.seconds[1], change.seconds[0]
+        now, then = change.seconds
         self._say(f"changed at this step boundary: {line}; {_seconds(then)} a step are predicted instead of "
                   f"{_seconds(now)}, {_gain(now, then)}")  # fmt: skip
-        self._trial = _Trial(change=change, before=step_seconds, undo=functools.partial(self._undo, places, num_slots))
+        self._trial = _Trial(change=change, before=step_seconds)
+        self._undo = functools.partial(self._go_back, places, num_slots)
 
-    def _undo(self, places: Sequence[Place], num_slots: int) -> None:
+    def _go_back(self, places: Sequence[Place], num_slots: int) -> None:
+        self._undo = None
         try:
             self._change(places, num_slots)
         except NO_ROOM as error:
             self._say(f"the change could not be undone whole, as there was no room ({_first_line(error)})")
         else:
-            self._say("undone at this step boundary: homes and slots are as before")
+            self._say("undone: homes and slots are as before")
 
     def _change(self, places: Sequence[Place], num_slots: int) -> None:
         if num_slots < self._engine.placement.options.num_slots:

@@ -31,7 +31,11 @@ class Keeper(Protocol):
 
     @property
     def is_lending(self) -> bool:
-        """Somebody may hold one of the states."""
+        """Somebody holds one of the states."""
+
+    @property
+    def has_lent_on_device(self) -> bool:
+        """Somebody may hold an alias of a state on the device, which nobody can count."""
 
     def num_bytes_of(self, home: Home) -> int:
         """Of a home's states."""
@@ -90,6 +94,9 @@ class HomeMover:
         for tier in home.tiers.values():
             tier.check_process()
         self._require_host_memory(home, place)
+        leaves = home.place.moments == HBM_TIER != place.moments
+        if leaves and any(keeper.has_lent_on_device for keeper in self.keepers):
+            raise UserError(f"{home.name} cannot leave the device: somebody may hold a view of optimizer states there")
         engine.transport.quiesce()
         with torch.inference_mode(False), torch.no_grad():
             engine.transport.prepare_move(home, place)

@@ -1,5 +1,5 @@
-"""A step that the device's memory did not hold is done again with less kept there: first with half of the inputs of
-layers, then with all of them in host memory.
+"""A step that the device's memory did not hold is done again with less kept there: first without what the run has
+moved there by itself (`execute/changes.py`), then with half of the inputs of layers, then with all of them, in host memory.
 
 Rule: the result is that of a step that went through at once, bit for bit: random numbers are drawn again from where
 they were, and nothing that a failed try left behind counts. Where that cannot be (gradients were added to earlier
@@ -72,6 +72,9 @@ def accumulate_with_room(engine: Engine, thunks: Sequence[Callable[[], torch.Ten
                 reason = f"it cannot be done again, because {obstacle}"
                 raise StepTooLargeError(reason, error, engine, is_undone=False) from error
             start.return_to()
+            if engine.changes.give_way():
+                _empty_cache(engine)
+                continue
             if not _keep_less(engine):
                 reason = "all inputs of layers wait in host memory already"
                 raise StepTooLargeError(reason, error, engine, is_undone=True) from error

@@ -24,8 +24,13 @@ class Movable:
 
     @property
     def is_lending(self) -> bool:
-        """Somebody may hold one of the states."""
-        return self._lending.may_be_out
+        """Somebody holds one of the states."""
+        return self._lending.is_any_out
+
+    @property
+    def has_lent_on_device(self) -> bool:
+        """Somebody may hold an alias of a state on the device, which nobody can count."""
+        return self._lending.has_lent_on_device
 
     def num_bytes_of(self, home: Home) -> int:
         """Of a home's states."""

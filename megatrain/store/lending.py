@@ -19,7 +19,8 @@ class Lending:
     def __init__(self) -> None:
         self._out: list[weakref.ref[Any]] = []
         self._prune_at = 64
-        self._counts_aliases = True
+        self.has_lent_on_device = False
+        """Of what was lent there, somebody may hold an alias: the memory must stay theirs and its owner's."""
 
     def lend(self, tensor: Tensor) -> Tensor:
         """`tensor` (contiguous) with a storage of its own over the same memory, which holds that memory.
@@ -31,7 +32,7 @@ class Lending:
         if tensor.device.type != "cpu":
             # No view: what somebody writes in grad mode joins a graph, and the owner's tensor must stay out of it.
             lent: Tensor = tensor.detach()
-            self._counts_aliases = False
+            self.has_lent_on_device = True
             holder: Any = lent
         else:
             # The storage holds the array, and nothing else does.
@@ -46,11 +47,6 @@ class Lending:
     @property
     def is_any_out(self) -> bool:
         return any(reference() is not None for reference in self._out)
-
-    @property
-    def may_be_out(self) -> bool:
-        """Somebody may still hold what was lent, or an alias of it on a device: the memory cannot be given up."""
-        return not self._counts_aliases or self.is_any_out
 
     def forget(self) -> None:
         """What was lent so far is of no interest any more."""
