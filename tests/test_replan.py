@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from planning_helpers import SPLIT, builtin, predicted, wide_llama
+from trainer_helpers import arguments, llama, rows
 from update_training import assert_same, batches, result, start, tiny_llama, train
 
 import megatrain as mt
@@ -272,11 +274,12 @@ def test_a_change_without_room_is_undone_whole(monkeypatch: pytest.MonkeyPatch) 
     train(model, optimizer, batches(1))
     assert set(engine.mover.places) == {CPU} and engine.placement.options.num_slots == 2
     assert said == [
-        "megatrain: there was no room for a change of homes or slots, which is undone (CUDA out of memory. Tried)"
+        "megatrain: there was no room for a change of homes or slots (CUDA out of memory. Tried)",
+        "megatrain: undone: homes and slots are as before",
     ]
     monkeypatch.setattr(last, "prepare_move", whole)
     train(model, optimizer, batches(7))
-    assert len(said) == 1
+    assert len(said) == 2
 
 
 def test_a_step_that_the_device_does_not_hold_takes_the_change_back() -> None:
@@ -359,6 +362,33 @@ def test_a_run_changes_itself_and_no_bit_of_its_result(
     assert said[2].startswith("megatrain: over 4 steps after that change "), said
     is_undone = len(said) > 3
     assert (HBM in engine.mover.places) != is_undone, "as it was measured here"
+
+
+def test_a_trainer_that_saves_and_evaluates_changes_itself_too(tmp_path: Path) -> None:
+    states = []
+    for is_changed in (True, False):
+        changes = {
+            "max_steps": 12,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        }
+        trainer = mt.Trainer(
+            model=llama(), args=arguments(tmp_path, **changes), train_dataset=rows(), eval_dataset=rows(4)
+        )
+        engine, said = trainer.engine, []
+        engine.report._say = said.append
+        engine.report.predict = lambda workload: small_step()
+        if is_changed:
+            engine.changes.propose = lambda plan, measured, engine=engine: change_to(engine, 3, lm_head=HBM)
+            engine.changes.clock = ticking([1e-9] * 12)
+        trainer.train()
+        assert (HBM in engine.mover.places) == is_changed
+        lines = [line.partition(":")[2].split()[0] for line in said]
+        assert lines == ["predicted", *(["changed", "over"] if is_changed else [])], said
+        states.append(mt.full_state_dict(trainer.model))
+    assert_same(*states)
 
 
 def test_replan_is_a_switch() -> None:

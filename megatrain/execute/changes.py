@@ -90,8 +90,8 @@ class StepChanges:
             act()
 
     def finish(self) -> None:
-        """The run is over: say what was measured of a change so far. Nothing is changed any more."""
-        trial, self._trial, self._next = self._trial, None, None
+        """The run is over: say what was measured of a change so far."""
+        trial, self._trial = self._trial, None
         if trial is not None and trial.after:
             self._say(self._outcome(trial))
 
@@ -131,19 +131,18 @@ class StepChanges:
 
     def _make(self, change: Change, step_seconds: Sequence[float]) -> None:
         mover, options = self._engine.mover, self._engine.placement.options
-        places, num_slots = mover.places, options.num_slots
+        self._undo = functools.partial(self._go_back, mover.places, options.num_slots)
+        line = self._describe(change)
         try:
-            line = self._describe(change)
             self._change(change.choice.places, change.choice.num_slots)
         except NO_ROOM as error:
-            self._change(places, num_slots)
-            self._say(f"there was no room for a change of homes or slots, which is undone ({_first_line(error)})")
+            self._say(f"there was no room for a change of homes or slots ({_first_line(error)})")
+            self._undo()
             return
         now, then = change.seconds
         self._say(f"changed at this step boundary: {line}; {_seconds(then)} a step are predicted instead of "
                   f"{_seconds(now)}, {_gain(now, then)}")  # fmt: skip
         self._trial = _Trial(change=change, before=step_seconds)
-        self._undo = functools.partial(self._go_back, places, num_slots)
 
     def _go_back(self, places: Sequence[Place], num_slots: int) -> None:
         self._undo = None

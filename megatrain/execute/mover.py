@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from megatrain.base.cgroup import free_host_bytes
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_bytes
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, PARTS, RAM, Place
@@ -55,13 +56,18 @@ class HomeMover:
         return tuple(home.place for home in self._engine.homes)
 
     def is_free(self) -> bool:
-        """Nothing is held or lent that a move would take from its holder. Waits for drains and updates."""
+        """Nothing is held or lent that a move would take from its holder. If so, waits for drains and updates."""
         engine = self._engine
         if engine.set_aside.is_open or engine.is_collecting or engine.passes.is_held or not engine.transport.is_idle:
             return False
+        is_any_held = any(keeper.is_lending for keeper in self.keepers)
+        for home in engine.homes:
+            # Gradients that nobody keeps are gone when their update is over.
+            is_any_held |= home.is_lent or home.grads.is_lent or (home.grads.is_kept and home.grads.is_holding())
+        if is_any_held:
+            return False
         engine.wait()
-        is_any_held = any(home.grads.is_holding() or home.grads.is_lent or home.is_lent for home in engine.homes)
-        return not is_any_held and not any(keeper.is_lending for keeper in self.keepers)
+        return not any(home.grads.is_holding() for home in engine.homes)
 
     def may_move(self, home: Home) -> bool:
         """Whether the home can live elsewhere at all."""
@@ -115,7 +121,8 @@ class HomeMover:
     def _require_host_memory(self, home: Home, place: Place) -> None:
         sizes = self.part_bytes(home)
         num_bytes = sum(sizes[part] for part in PARTS if place.tiers[part] == RAM and home.place.is_apart(part, place))
-        free_bytes = self._engine.memory.free_bytes() if num_bytes else 0
+        # What left it may still be there, for as long as processes live that were forked before (data loaders).
+        free_bytes = min(self._engine.memory.free_bytes(), free_host_bytes()) if num_bytes else 0
         if num_bytes > free_bytes:
             raise UserError(
                 f"{home.name} needs {format_bytes(num_bytes)} of host memory, and {format_bytes(free_bytes)} are free"
