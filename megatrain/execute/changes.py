@@ -63,11 +63,6 @@ class StepChanges:
         self._undo: Callable[[], None] | None = None
         """Of the change that is in force."""
 
-    @property
-    def is_made(self) -> bool:
-        """A change is in force."""
-        return self._undo is not None
-
     def consider(self, plan: Plan, measured: Measured, step_seconds: Sequence[float]) -> None:
         """The first steps have been measured."""
         change = self.propose(plan, measured)

@@ -1,5 +1,5 @@
-"""A step that the device's memory did not hold is done again with less kept there: first without what the run has
-moved there by itself (`execute/changes.py`), then with half of the inputs of layers, then with all of them, in host memory.
+"""A step that the device's memory did not hold is done again with less kept there: first without what the run itself
+has moved there (`execute/changes.py`), then with half of the inputs of layers, then with all of them in host memory.
 
 Rule: the result is that of a step that went through at once, bit for bit: random numbers are drawn again from where
 they were, and nothing that a failed try left behind counts. Where that cannot be (gradients were added to earlier
