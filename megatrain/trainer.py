@@ -36,7 +36,7 @@ from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
-from megatrain.save.folder import check_place
+from megatrain.run_folder import check_run_folder, find_best_checkpoint
 from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
 from megatrain.trainer_checkpoints import CheckpointingTrainer
 
@@ -94,8 +94,7 @@ class Trainer(CheckpointingTrainer):
         Ctrl-C and SIGTERM end the step, save a checkpoint and raise StoppedRunError, which is a SystemExit(0); a second
         one ends it at once.
         """
-        if self.args.save_strategy != "no":
-            check_place(self.args.output_dir, "output_dir")
+        check_run_folder(self.args)
         self._stop = StopWhenTold()
         self.add_callback(self._stop)
         saves_model_alone = self.args.save_only_model
@@ -124,6 +123,11 @@ class Trainer(CheckpointingTrainer):
             # The run is not over: no best model yet, and the last checkpoint is the one to go on from.
             self.state.best_model_checkpoint = None
         return super()._finalize_training(trial, *args, **kwargs)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        start = super()._init_training_state(*args, **kwargs)
+        find_best_checkpoint(self.state, self.args.output_dir)
+        return start
 
     def say_how_to_go_on(self, name: str) -> None:
         """After a signal (its name) and the checkpoint."""

@@ -1,0 +1,47 @@
+"""The output folder of a run: what stands in the way of its checkpoints, and where one is after a move."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from transformers import TrainerState, TrainingArguments
+
+from megatrain.base.errors import UserError
+from megatrain.save.checkpoints import PREFIX
+from megatrain.save.folder import check_place
+
+logger = logging.getLogger("megatrain")
+
+
+def check_run_folder(args: TrainingArguments) -> None:
+    """Before the first step. Raises UserError where no checkpoint could be written; a run that saves none is warned,
+    because Ctrl-C would save one."""
+    try:
+        check_place(args.output_dir, "output_dir")
+        files = [path.name for path in Path(args.output_dir).glob(f"{PREFIX}*") if _is_in_the_way(path)]
+        if files:
+            raise UserError(
+                f"output_dir: {sorted(files)[0]} in {args.output_dir!r} is a file, and a checkpoint is a folder of "
+                "that name: move it away, or choose another folder"
+            )
+    except UserError as error:
+        if args.save_strategy != "no":
+            raise
+        logger.warning("%s. Nothing will be saved there, but Ctrl-C would save a checkpoint, and now cannot", error)
+
+
+def _is_in_the_way(path: Path) -> bool:
+    return path.name.removeprefix(PREFIX).isdecimal() and os.path.lexists(path) and not path.is_dir()
+
+
+def find_best_checkpoint(state: TrainerState, run_dir: str) -> None:
+    """The best checkpoint is noted with its whole path, and transformers forgets it where that is gone: look for it by
+    its step in the folder of the run, which may have been moved."""
+    noted = state.best_model_checkpoint
+    if state.best_global_step and (noted is None or not os.path.isdir(noted)):
+        here = os.path.join(run_dir, f"{PREFIX}{state.best_global_step}")
+        if os.path.isdir(here):
+            logger.warning("the best checkpoint is now %s", here)
+            state.best_model_checkpoint = here
