@@ -17,6 +17,7 @@ import torch
 from megatrain.base.errors import UserError
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.rules import Rule
+from megatrain.optim.saved_rule import check_rule
 from megatrain.optim.states import EMA, LOSSLESS, State, stored
 from megatrain.spec.formats import FORMATS
 from megatrain.store import codecs, rounding
@@ -65,6 +66,7 @@ def with_saved_numbers(groups: Sequence[Group], state_dict: Any) -> list[Group]:
     saved = state_dict["param_groups"]
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in saved):
         raise UserError("a param group of the saved optimizer has no 'params': give it what state_dict() returned")
+    check_rule(groups, saved)
     sizes, saved_sizes = [[len(group["params"]) for group in of] for of in (groups, saved)]
     if sizes != saved_sizes:
         raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
