@@ -89,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--moments", default="fp32", choices=("fp32", "bf16", "8bit", "4bit", "lossless"))
     parser.add_argument("--master", choices=("split", "bf16"))
     parser.add_argument("--clip", default="global", choices=("global", "layer"))
+    parser.add_argument("--replan", action="store_true", help="let the run change homes and slots after five steps")
     return parser.parse_args()
 
 
@@ -102,6 +103,7 @@ def initialise(args: argparse.Namespace) -> None:
         master=args.master,
         clip=args.clip,
         hbm_home_gb=args.hbm_home_gb,
+        replan=args.replan,
     )
 
 

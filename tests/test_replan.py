@@ -18,6 +18,7 @@ import megatrain as mt
 from megatrain import run_plan
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
+from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.plan.calibrate import Measured
 from megatrain.plan.machine import Machine
@@ -115,6 +116,34 @@ def test_slots_are_added_where_they_pay() -> None:
     assert change is not None and change.choice.num_slots == 2 and change.seconds == (faster[0], faster[1])
     assert better_choice(planner, plan.choice, dataclasses.replace(free, num_bytes=slot_bytes - 1)) is None
     assert better_choice(planner, plan.choice, dataclasses.replace(free, slot_bytes=0)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_gib"),
+    [
+        # 2 free and 10 reserved, of which a step took 9; 1 % of 16 stays free.
+        ({}, 2 + 10 - 9 - 0.16),
+        # Within the limit for the process, with the context.
+        ({"max_vram_gb": 11 * 2**30 / 1e9}, 11 - 0.5 - 9),
+        ({"max_vram_gb": 15 * 2**30 / 1e9}, 2 + 10 - 9),
+        ({"max_vram_gb": 8 * 2**30 / 1e9}, 0),
+    ],
+)
+def test_spare_is_what_the_peak_of_a_step_left(
+    settings: dict, left_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = {"max_memory_reserved": 9 * GIB, "memory_reserved": 10 * GIB, "mem_get_info": (2 * GIB, 16 * GIB)}
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    model, _ = start(**settings)
+    spare_bytes = run_plan._spare_device_bytes(engine_of(model))
+    assert spare_bytes == pytest.approx(run_plan.SPARE_SHARE * left_gib * GIB, abs=100)
+    model, _ = start(clip="layer", **settings)
+    engine = engine_of(model)
+    slabs = engine.placement.ring_bytes(engine.placement.plans)
+    assert slabs > 0
+    expected = max(0, spare_bytes - int(run_plan.SPARE_SHARE * slabs))
+    assert run_plan._spare_device_bytes(engine) == pytest.approx(expected, abs=100), "gradients on their way take room"
 
 
 # When it is made, and what is said.
