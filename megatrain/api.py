@@ -157,7 +157,7 @@ def stream(
         _learn(engine, model, may_change=config.replan and (outline.plan is not None or options.places is None))
     with _closed_on_failure(engine):
         take_over = functools.partial(replace_parameters, model, engine, plans, homes)
-        move_homes(model, plans, homes, initialize, memory.lock, take_over)
+        move_homes(model, plans, homes, initialize, memory.lock, take_over, outline.leaving.check)
     install(model, engine, write_model_card)
     print(engine.summary(), flush=True)
     return model

@@ -12,6 +12,8 @@ from torch import nn
 
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
+from megatrain.execute.dropped import collect_dropped
+from megatrain.leaving import LeavingWeights
 from megatrain.plan.placement import RAM
 from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement, check_device_memory, disk_bytes, host_bytes, plan_placement
@@ -34,6 +36,7 @@ class Outline:
     placement: Placement
     memory: HostMemory
     device_bytes: int | None
+    leaving: LeavingWeights
     plan: Plan | None
     """Where there is a workload and a GPU."""
 
@@ -51,6 +54,8 @@ def outline_model(
     check_weights(model, may_be_meta=may_be_meta)
     layers = find_layers(model)
     device = _device(config)
+    if device.type == "cuda" or config.offload_dir is not None:
+        collect_dropped()  # what is free decides what lives where
     precision = _precision(model, config, bf16)
     formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
     plans = plan_homes(model, layers, formats)
@@ -69,7 +74,12 @@ def outline_model(
     placement = plan_placement(plans, trainable, config, options, device_bytes, ram_bytes)
     if disk is None and placement.has_disk:
         raise UserError("places: parts of homes are to live on disk: say where, mt.init(offload_dir=...)")
-    memory.require(host_bytes(placement), f"training {type(model).__name__}")
+    leaving = LeavingWeights(model, memory, host_bytes(placement), f"training {type(model).__name__}")
+    try:
+        leaving.require()
+    except UserError:
+        collect_dropped()
+        leaving.require()
     if disk is not None:
         disk.require(disk_bytes(placement), f"training {type(model).__name__}")
     if config.moments == "lossless":
@@ -81,6 +91,7 @@ def outline_model(
         placement=placement,
         memory=memory,
         device_bytes=device_bytes,
+        leaving=leaving,
         plan=plan,
     )
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.execute.dropped import note_streamed
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.guard import protect
 from megatrain.execute.layer import StreamedLayer, stream_module
@@ -248,6 +249,7 @@ def install(model: nn.Module, engine: Engine, write_card: Callable[[nn.Module, P
                 module._buffers[name] = buffer.to(engine.device)
         module.register_state_dict_post_hook(_bring_home)
     engine.register(model)
+    note_streamed(model, engine)
     model.__class__ = streamed_model_class(type(model))
     if isinstance(model, StreamedPretrained):
         model.write_card = write_card

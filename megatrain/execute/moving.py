@@ -45,12 +45,14 @@ def move_homes(
     initialize: Initialize | None,
     lock: Callable[..., None],
     take_over: Callable[[], None],
+    check: Callable[[Home], None] = lambda _: None,
 ) -> None:
     """Copy all weights into `homes`, then let others take the places of the parameters.
 
     Args:
         lock: page-locks a home's buffers, once they are filled.
         take_over: puts something in every place that holds a parameter.
+        check: called with a home that has its weights; may raise.
 
     Whatever is raised on the way, the model is as it was before it (see above for what cannot be).
     """
@@ -63,6 +65,7 @@ def move_homes(
                 _move(parameter, field, home, initialize, filled[-1][1])
             home.version = 0
             lock(home.wire, home.low)
+            check(home)
         take_over()
     except BaseException:
         for use in places:
