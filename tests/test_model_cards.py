@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import megatrain as mt
 from megatrain import cli
 from megatrain.save.card import FACTS_NAME, MARK, base_model_name
 
+INSTALLED = next((one.version for one in importlib.metadata.distributions(name="megatrain")), None)
 THEIRS = "# My card\n\nWords of my own.\n"
 
 
@@ -90,7 +92,7 @@ def test_the_card_of_a_trainer_says_what_was_trained(tmp_path: Path) -> None:
     assert card["tokens, padding included"] == f"{2 * 14 * 9:,}"  # two epochs of 14 rows of 9 tokens
     assert card["steps"] == "6 of 6" and card["epochs"] == "2"
     assert card["last training loss"] == f"{losses[-1]:.4f}" and "last evaluation loss" in card
-    assert card["megatrain"] == "0.1.0"
+    assert card.get("megatrain") == INSTALLED
     assert ModelCard.load(tmp_path / "README.md").data.base_model == "owner/Small-Model"
 
 
@@ -161,6 +163,18 @@ def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path, content: str) ->
     (tmp_path / "checkpoint-6" / "megatrain_manifest.json").unlink()
     assert cli.run_command(["export", str(tmp_path / "checkpoint-6"), str(tmp_path / "out")]) == 0
     assert card_of(tmp_path / "out")["steps"] == "6 of 6"
+
+
+def test_a_library_that_is_not_installed_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PYTHONPATH alone: a run must not end because of it."""
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("megatrain.save.card.importlib.metadata.version", unknown)
+    model = trained_model()
+    model.save_pretrained(tmp_path)
+    assert "megatrain" not in card_of(tmp_path)
 
 
 def test_an_average_has_a_card_of_its_own(tmp_path: Path) -> None:

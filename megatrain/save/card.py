@@ -6,6 +6,7 @@ not known is left out. No path of the machine is written.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -56,7 +57,9 @@ def model_facts(model: nn.Module, engine: Engine) -> Facts:
     facts["precision"] = _COMPUTE[engine.formats.master]
     facts["moments"] = _MOMENTS[engine.config.moments]
     facts[WEIGHTS] = f"in {listed_dtypes(field.saved_dtype for _, field in fields)}"
-    facts["megatrain"] = importlib.metadata.version("megatrain")
+    # On the path and not installed, it has no version that anybody knows.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        facts["megatrain"] = importlib.metadata.version("megatrain")
     return {name: fact for name, fact in facts.items() if fact}
 
 
