@@ -77,3 +77,16 @@ def machine(hbm_gb: float, ram_gb: float, disk_gb: float = 0) -> Machine:
 def planned(hbm_gb: float, ram_gb: float, disk_gb: float = 0, **settings: object) -> Plan | None:
     config = Config(offload_dir="." if disk_gb else None, **settings)
     return Planner(machine(hbm_gb, ram_gb, disk_gb), wide_llama(), STEP, config).best()
+
+
+def with_updates(factor: float) -> Machine:
+    """An H200 whose host takes so much longer for an update."""
+    slow = {name: factor * ns for name, ns in H200.update_ns_per_parameter.items()}
+    return dataclasses.replace(H200, update_ns_per_parameter=slow)
+
+
+def small_step(**changes: object) -> Plan:
+    """7B with 8 x 1024 tokens, all in host memory: the step waits for updates by the CPU."""
+    plan = predicted(builtin("qwen2.5-7b"), Workload(num_sequences=8, length=1024, rows=8), **changes)
+    assert plan.step_seconds > 2
+    return plan
