@@ -60,6 +60,8 @@ def init(
     workload: Workload | None = None,
     defer_loading: bool = True,
     replan: bool = True,
+    save_in_background: bool = True,
+    on_save_error: str = "warn",
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -89,6 +91,8 @@ def init(
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
         replan: False: on a GPU a run does not change, once, after its first steps, where homes live and how many slots
             there are, where the planner with measured rates predicts that it pays (no result depends on it).
+        save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
+        on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
 
     Raises UserError for a setting that cannot work.
     """

@@ -136,6 +136,12 @@ def machine_at_hand(config: Config, device: torch.device) -> Machine:
     )
 
 
+def disk_write_rate() -> float | None:
+    """Bytes a second, of the folder that doctor measured. None: it has measured none."""
+    profile = _profile()
+    return profile.disk_write_bytes_per_second if profile is not None else None
+
+
 def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
     """The stream as it was planned. What `options` say outright holds."""
     names = (home.name for home in plan.spec.homes)

@@ -99,7 +99,7 @@ class Trainer(CheckpointingTrainer):
         self.add_callback(self._stop)
         saves_model_alone = self.args.save_only_model
         try:
-            with self._stop.listening():
+            with self._stop.listening(), self._saves_end():
                 output = super().train(self.sound_checkpoint(resume_from_checkpoint), *args, **kwargs)
         except BrokenPipeError:
             if not self._stop.is_stopping:
@@ -108,6 +108,7 @@ class Trainer(CheckpointingTrainer):
             drop_dead_pipes()
             if not os.path.isdir(self.checkpoint_dir()):
                 self._save_checkpoint(self.model, trial=None)
+                self.saves.finish(must_succeed=True)
         finally:
             self.args.save_only_model = saves_model_alone
             self.remove_callback(self._stop)
@@ -117,12 +118,6 @@ class Trainer(CheckpointingTrainer):
             self.say_how_to_go_on(self._stop.name)
             raise StoppedRunError
         return output
-
-    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._stop.is_stopping:
-            # The run is not over: no best model yet, and the last checkpoint is the one to go on from.
-            self.state.best_model_checkpoint = None
-        return super()._finalize_training(trial, *args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         start = super()._init_training_state(*args, **kwargs)
@@ -139,6 +134,7 @@ class Trainer(CheckpointingTrainer):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh streamed model from `model_init`. The one before is given up first: two need not fit in memory."""
         if self.model is not None:
+            self.saves.finish()
             self.engine.close()
             self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = self._rows = None
             for name in ("model", "optimizer", "lr_scheduler"):
@@ -173,6 +169,7 @@ class Trainer(CheckpointingTrainer):
     ) -> tuple[list[Batch], torch.Tensor | int | None]:
         """The micro-batches of the coming step, and the number of target tokens in all of them."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.saves.meter.begin_step()
         self._batches = list(batches)
         self._losses.clear()
         return batches, num_items

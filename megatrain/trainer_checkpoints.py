@@ -6,30 +6,55 @@ homes group by group.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import logging as transformers_logging
 
 from megatrain.arguments import num_times
+from megatrain.arithmetic import arithmetic_of, said_of_resuming
+from megatrain.background_saves import BackgroundSaves
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes
 from megatrain.execute.engine import Engine
 from megatrain.execute.model import without_card
-from megatrain.save.card import WEIGHTS, write_card, write_facts
-from megatrain.save.checkpoints import check_sound, checkpoints_in, newest_sound, write_manifest
+from megatrain.execute.report import say_on_a_line_of_its_own
+from megatrain.optim.base import HomeOptimizer
+from megatrain.optim.saved import state_dict_of
+from megatrain.run_plan import disk_write_rate
+from megatrain.save.adapters import save_trained, saves_adapters
+from megatrain.save.card import WEIGHTS, Facts, write_card, write_facts
+from megatrain.save.checkpoints import (
+    FOREIGN_OPTIMIZER_NAME,
+    OPTIMIZER_STEM,
+    SETTINGS_NAME,
+    check_sound,
+    checkpoints_in,
+    missing_in,
+    newest_sound,
+)
 from megatrain.save.folder import whole_folder
-from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights, save_exact
+from megatrain.save.layers import can_save_by_layer
+from megatrain.save.saving import Saving, spare_host_bytes
+from megatrain.save.tensor_files import MappedTensors
+from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights
+from megatrain.stopping import StopWhenTold
 from megatrain.trainer_card import trainer_facts
 
 logger = logging.getLogger("megatrain")
@@ -45,6 +70,9 @@ class CheckpointingTrainer(transformers.Trainer):
     card_facts: Mapping[str, str] = {}
     """More lines for the model card: name -> fact."""
 
+    _stop: StopWhenTold | None = None
+    _is_on_save_due = False
+
     def sound_checkpoint(self, given: str | bool | None) -> str | bool | None:
         """What `resume_from_checkpoint` means: for True the newest checkpoint that is not damaged, if there is any.
 
@@ -55,6 +83,18 @@ class CheckpointingTrainer(transformers.Trainer):
         elif isinstance(given, str) and os.path.isdir(given):
             check_sound(Path(given), "resume_from_checkpoint")
         return given
+
+    @property
+    def is_stopping(self) -> bool:
+        """The run ends before its last step, because of a signal."""
+        return self._stop is not None and self._stop.is_stopping
+
+    @functools.cached_property
+    def saves(self) -> BackgroundSaves:
+        """The checkpoint that is being written, if there is one."""
+        config = self.engine.config
+        rate = disk_write_rate()
+        return BackgroundSaves(bytes_per_second=rate, clip=config.clip, on_error=config.on_save_error)
 
     def checkpoint_dir(self) -> str:
         """Of this step."""
@@ -93,20 +133,32 @@ class CheckpointingTrainer(transformers.Trainer):
         A card (README.md) says what was trained, unless there is one that is not this library's. Where the optimizer
         keeps an average of the weights, it is saved the same way in the folder `ema` beside them.
         """
+        self.saves.finish()
         target = output_dir or self.args.output_dir
-        needed_bytes = checkpoint_bytes(self.model, self.engine)
-        with whole_folder(target, keep_others=True, needed_bytes=needed_bytes) as folder:
-            self._save(str(folder))
-            if not _internal_call and self.state.global_step:
-                write_card(folder, trainer_facts(self), instead_of=Path(target))
+        is_trained = not _internal_call and self.state.global_step
+        self._save_whole(target, trainer_facts(self) if is_trained else None, keep_others=True)
         if not _internal_call and getattr(self.optimizer, "ema_decay", None) is not None:
-            average = os.path.join(target, "ema")
-            with self.optimizer.ema_weights(), whole_folder(average, needed_bytes=needed_bytes) as folder:
-                self._save(str(folder))
-                of_average = {WEIGHTS: f"their average over steps (decay {self.optimizer.ema_decay:g})"}
-                write_card(folder, trainer_facts(self) | of_average)
+            of_average = {WEIGHTS: f"their average over steps (decay {self.optimizer.ema_decay:g})"}
+            with self.optimizer.ema_weights():
+                self._save_whole(os.path.join(target, "ema"), trainer_facts(self) | of_average)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_whole(self, target: str, facts: Facts | None, **how: Any) -> None:
+        """A model to load, layer by layer. facts: for its card."""
+        with contextlib.ExitStack() as stack:
+            needed_bytes = checkpoint_bytes(self.model, self.engine)
+            folder = stack.enter_context(whole_folder(target, needed_bytes=needed_bytes, **how))
+            if facts is not None:
+                write_card(folder, facts, instead_of=Path(target))
+            if not can_save_by_layer(self.model):
+                self._save(str(folder))
+                return
+            with without_progress_bar():
+                self._save(str(folder), {})
+            saving = Saving(self.model, self.engine, None, folder, has_manifest=False)
+            context = stack.pop_all()
+        saving.run(context)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is None and not isinstance(self.model, transformers.PreTrainedModel):
@@ -118,24 +170,107 @@ class CheckpointingTrainer(transformers.Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """checkpoint-STEP in the output folder, in one piece."""
+        """checkpoint-STEP in the output folder, in one piece. Layers are written beside the steps that come."""
+        self.saves.finish()
+        started = time.perf_counter()
         run_dir = self._get_output_dir(trial=trial)
         target = _checkpoint_dir(run_dir, self.state.global_step)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
+        best_before = self.state.best_model_checkpoint
         self._note_best_checkpoint(run_dir, target)
         optimizer = None if self.args.save_only_model else self.optimizer
-        needed_bytes = checkpoint_bytes(self.model, self.engine, optimizer)
-        with whole_folder(target, needed_bytes=needed_bytes) as folder:
-            self.save_model(str(folder), _internal_call=True)
-            if not self.args.save_only_model:
-                self._save_optimizer_and_scheduler(str(folder))
-                self._save_rng_state(str(folder))
-            save_exact(self.model, self.engine, folder, is_whole=not self.args.save_only_model)
-            self._note_callback_states()
-            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            write_facts(folder, trainer_facts(self))
-            write_manifest(folder)
+
+        def forget() -> None:
+            if self.state.best_model_checkpoint == target:
+                self.state.best_model_checkpoint = best_before
+
+        spare_bytes, needed_bytes = spare_host_bytes(self.engine), checkpoint_bytes(self.model, self.engine, optimizer)
+        with self.saves.told(target, forget, must_succeed=self.is_stopping):
+            with contextlib.ExitStack() as stack:
+                folder = stack.enter_context(whole_folder(target, needed_bytes=needed_bytes))
+                saving = self._prepare_saving(folder, optimizer, spare_bytes)
+                context = stack.pop_all()
+            self.saves.meter.add_foreground(time.perf_counter() - started)
+            self.saves.begin(
+                saving,
+                context,
+                target,
+                is_behind=self._may_save_behind(),
+                num_bytes=needed_bytes,
+                spare_bytes=spare_bytes,
+                when_complete=functools.partial(self._end_checkpoint, run_dir, target, copy.copy(self.state)),
+                when_failed=forget,
+            )
+
+    def _may_save_behind(self) -> bool:
+        """Nobody waits for the checkpoint, or for the model as it is now, and nobody holds what it is made of and may
+        change it."""
+        callbacks = self.callback_handler.callbacks
+        if any(_has_own_on_save(callback) for callback in callbacks):
+            return False
+        is_held = any(home.is_lent for home in self.engine.homes) or (self.optimizer and self.optimizer.is_lending)
+        return self.engine.config.save_in_background and self.is_in_train and not is_held
+
+    def _prepare_saving(self, folder: Path, optimizer: HomeOptimizer | None, spare_bytes: int) -> Saving:
+        """Write into `folder` all that is small, as it is now; returns what will write the rest."""
+        is_by_layer = can_save_by_layer(self.model)
+        with without_progress_bar():
+            self._save(str(folder), {} if is_by_layer else None)
+        if optimizer is not None:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            self._save_rng_state(str(folder))
+        if saves_adapters(self.model):
+            save_trained(self.model, folder)
+        self._note_callback_states()
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        write_facts(folder, trainer_facts(self))
+        return Saving(
+            self.model,
+            self.engine,
+            optimizer,
+            folder,
+            has_weights=is_by_layer,
+            spare_bytes=spare_bytes,
+            notes={"arithmetic": arithmetic_of(self.engine, self.args)},
+        )
+
+    @contextlib.contextmanager
+    def _saves_end(self) -> Iterator[None]:
+        """At the end of the block no checkpoint is being written any more. An interrupt drops the one that is; after an
+        error it is completed: it is what there is to go on from."""
+        self.callback_handler.on_save = self._on_save
+        try:
+            yield
+            self.saves.finish(must_succeed=self.is_stopping)
+        except Exception:
+            try:
+                self.saves.finish()
+            except Exception as error:  # the first one is raised
+                logger.warning("a checkpoint was not completed: %s", error)
+            raise
+        finally:
+            del self.callback_handler.on_save
+            self.saves.call_off()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.saves.meter.end_step(is_saving=self.saves.is_under_way)
+        self.saves.poll()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.saves.finish(must_succeed=self.is_stopping)
+        if self.is_stopping:
+            # The run is not over: no best model yet, and the last checkpoint is the one to go on from.
+            self.state.best_model_checkpoint = None
+        return super()._finalize_training(*args, **kwargs)
+
+    def _end_checkpoint(self, run_dir: str, target: str, state: transformers.TrainerState) -> None:
+        """It is complete. state: that of its step."""
+        if self._is_on_save_due:
+            self._is_on_save_due = False
+            # Not `on_save` itself, which also takes back a wish to save: by now that may be the next one.
+            self.control = self.callback_handler.call_event("on_save", self.args, state, self.control)
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
         rotate_checkpoints(
@@ -144,6 +279,17 @@ class CheckpointingTrainer(transformers.Trainer):
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=True,
         )
+
+    def _on_save(
+        self, args: transformers.TrainingArguments, state: transformers.TrainerState, control: Any
+    ) -> transformers.TrainerControl:
+        """In the place of the callbacks' event, which comes when the checkpoint is complete: those of transformers look
+        into its folder, which they find by the step of the state."""
+        if self.saves.is_under_way:
+            self._is_on_save_due = True
+            control.should_save = False
+            return control
+        return type(self.callback_handler).on_save(self.callback_handler, args, state, control)
 
     def _note_best_checkpoint(self, run_dir: str, target: str) -> None:
         if not self.state.best_global_step:
@@ -160,30 +306,57 @@ class CheckpointingTrainer(transformers.Trainer):
         self.state.stateful_callbacks = {name: s if len(s) > 1 else s[0] for name, s in states.items()}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME):
-            if not os.path.isfile(os.path.join(resume_from_checkpoint, name)):
-                raise UserError(
-                    f"{resume_from_checkpoint} has no {name}, so training cannot go on from it exactly (it was saved "
-                    "with save_only_model, or by something else): start a new run from its weights instead"
-                )
-        check_sound(Path(resume_from_checkpoint), "resume_from_checkpoint")
-        read_weights(self.model, resume_from_checkpoint)
-        read_exact(self.model, self.engine, Path(resume_from_checkpoint), required=True)
+        folder = Path(resume_from_checkpoint)
+        for name in missing_in(folder):
+            raise UserError(
+                f"{resume_from_checkpoint} has no {name}, so training cannot go on from it exactly (it was saved "
+                "with save_only_model, or by something else): start a new run from its weights instead"
+            )
+        check_sound(folder, "resume_from_checkpoint")
+        read_weights(self.model, folder)
+        read_exact(self.model, self.engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        folder, now = Path(checkpoint), arithmetic_of(self.engine, self.args)
         # Mapped, not read: the saved moments need not fit beside those at home.
-        path = os.path.join(checkpoint, OPTIMIZER_NAME)
-        self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+        if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
+            saved = torch.load(folder / FOREIGN_OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+            said = said_of_resuming(folder.name, None, now)
+        else:
+            settings = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
+            saved = state_dict_of(settings, MappedTensors(folder, OPTIMIZER_STEM), self.optimizer)
+            said = said_of_resuming(folder.name, settings.get("arithmetic"), now)
+        self.optimizer.load_state_dict(saved)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        say_on_a_line_of_its_own(f"megatrain: {said}")
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         check_sound(best, "load_best_model_at_end")
         read_weights(self.model, best)
-        read_exact(self.model, self.engine, best, required=False)
+        read_exact(self.model, self.engine, best)
+
+
+def _has_own_on_save(callback: transformers.TrainerCallback) -> bool:
+    """It may look at the model. Those of transformers (integrations) look at files alone."""
+    event = getattr(callback.on_save, "__func__", callback.on_save)
+    is_of_transformers = getattr(event, "__module__", "").startswith("transformers.")
+    return event is not transformers.TrainerCallback.on_save and not is_of_transformers
 
 
 def _checkpoint_dir(run_dir: str, step: int) -> str:
     return os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+@contextlib.contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Over the files that transformers writes: none of weights."""
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()

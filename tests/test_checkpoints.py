@@ -55,7 +55,7 @@ DAMAGE = [
     (cut_short, "{} has .* bytes and should have "),
     (Path.unlink, "{} is missing"),
 ]
-NAMES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "config.json"]
+NAMES = ["model.safetensors", "optimizer.safetensors", "optimizer.json", "scheduler.pt", "rng_state.pth", "config.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -84,25 +84,25 @@ def test_files_that_came_later_are_no_damage(run: Path) -> None:
 
 def test_the_newest_sound_checkpoint_is_gone_on_from(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     flip_a_bit(run / "checkpoint-6" / "model.safetensors")
-    (run / "checkpoint-4" / "optimizer.pt").unlink()
+    (run / "checkpoint-4" / "optimizer.safetensors").unlink()
     trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
     trainer.train(resume_from_checkpoint=True)
     assert "checkpoint-6 cannot be gone on from (model.safetensors has changed since it was written)" in caplog.text
-    assert "checkpoint-4 cannot be gone on from (it has no optimizer.pt): going on from checkpoint-2" in caplog.text
+    assert "checkpoint-4 cannot be gone on from (it has no optimizer.safetensors): going on from checkpoint-2" in caplog.text
     whole, _ = train(mt.Trainer, run / "again")
     assert_equal_weights(weights(trainer.model), weights(whole.model))
 
 
 def cut_without_manifest(folder: Path) -> None:
     (folder / MANIFEST_NAME).unlink()
-    cut_short(folder / "optimizer.pt")
+    cut_short(folder / "rng_state.pth")
 
 
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
         (lambda folder: [path.unlink() for path in folder.iterdir()], "it has no trainer_state.json"),
-        (cut_without_manifest, r"optimizer.pt cannot be read \(its end is missing\)"),
+        (cut_without_manifest, r"rng_state.pth cannot be read \(its end is missing\)"),
     ],
 )
 def test_what_has_no_manifest_is_looked_at_too(
@@ -117,7 +117,7 @@ def test_what_has_no_manifest_is_looked_at_too(
 
 def test_where_all_are_damaged_nothing_is_gone_on_from(run: Path) -> None:
     for folder in checkpoints_in(run):
-        cut_short(folder / "optimizer.pt")
+        cut_short(folder / "optimizer.safetensors")
     trainer = mt.Trainer(llama(), arguments(run), train_dataset=rows())
     with pytest.raises(UserError, match=r"no checkpoint can be gone on from; the last, .*checkpoint-6: optimizer"):
         trainer.train(resume_from_checkpoint=True)
@@ -180,7 +180,7 @@ def test_verify_of_a_model_without_manifest(tmp_path: Path, capsys: pytest.Captu
     shards[1].write_bytes(kept)
     shards[0].unlink()
     assert cli.run_command(["verify", str(tmp_path)]) == 1
-    assert "more weights of model.safetensors.index.json are in no file" in capsys.readouterr().out
+    assert "more tensors of model.safetensors.index.json are in no file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("given", "told"), [("nowhere", "no such folder"), (".", "holds no checkpoint and no model")])

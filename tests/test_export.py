@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import megatrain as mt
 from megatrain import cli
-from megatrain.save.weights import LOW_HALVES_NAME
+from megatrain.save.checkpoints import MANIFEST_NAME
+from megatrain.save.layers import LOW_HALF
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -75,7 +76,10 @@ def test_low_halves_under_other_names_are_refused(
     trained: tuple[Path, dict], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     checkpoint = Path(shutil.copytree(trained[0], tmp_path / "checkpoint"))
-    save_file({"fused.weight": torch.zeros(4, dtype=torch.int16)}, checkpoint / LOW_HALVES_NAME)
+    for path in checkpoint.glob("optimizer*.safetensors*"):
+        path.unlink()
+    (checkpoint / MANIFEST_NAME).unlink(missing_ok=True)
+    save_file({f"fused.weight{LOW_HALF}": torch.zeros(4, dtype=torch.int16)}, checkpoint / "optimizer.safetensors")
     assert cli.run_command(["export", str(checkpoint), str(tmp_path / "out"), "--dtype", "fp32"]) == 2
     assert "name differently" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

@@ -34,10 +34,10 @@ def fake_checkpoint(folder: Path, step: int, *, lacks: str = "") -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-    for name in {"optimizer.pt", "scheduler.pt"} - {lacks}:
-        torch.save({}, checkpoint / name)
-    if lacks != "model.safetensors":
-        save_file({}, checkpoint / "model.safetensors")
+    torch.save({}, checkpoint / "scheduler.pt")
+    (checkpoint / "optimizer.json").write_text("{}")
+    for name in {"model.safetensors", "optimizer.safetensors"} - {lacks}:
+        save_file({}, checkpoint / name)
     return checkpoint
 
 
@@ -58,7 +58,7 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     [
         ("nowhere", ["no such folder: nowhere", "checkpoint-2, checkpoint-4"]),
         ("out", ["out has no trainer_state.json", "checkpoint-2, checkpoint-4"]),
-        ("other/checkpoint-6", ["checkpoint-6 has no optimizer.pt", "save_only_model", "checkpoint-2, checkpoint-4"]),
+        ("other/checkpoint-6", ["checkpoint-6 has no optimizer.safetensors", "save_only_model", "checkpoint-2, checkpoint-4"]),
         ("other/checkpoint-7", ["checkpoint-7 has no model.safetensors"]),
         ("other/checkpoint-8", ["checkpoint-8", "trainer_state.json cannot be read"]),
     ],
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused_before_the_model_loads(
 ) -> None:
     for step in (4, 2):
         fake_checkpoint(tmp_path / "out", step)
-    fake_checkpoint(tmp_path / "other", 6, lacks="optimizer.pt")
+    fake_checkpoint(tmp_path / "other", 6, lacks="optimizer.safetensors")
     fake_checkpoint(tmp_path / "other", 7, lacks="model.safetensors")
     (fake_checkpoint(tmp_path / "other", 8) / "trainer_state.json").write_text("{")
     before = files_below(tmp_path)

@@ -25,6 +25,7 @@ CLIPS = ("global", "layer")
 MOST_GB = 10**9
 """An exabyte: more is a slip of the pen."""
 GRADIENTS = ("fp32", "bf16")
+ON_SAVE_ERROR = ("warn", "stop")
 
 
 TWO_BITS = (
@@ -86,6 +87,12 @@ class Config:
     there are, if the planner predicts with measured rates that it pays. False: everything stays. No result depends on
     it."""
 
+    save_in_background: bool = True
+    """Write checkpoints beside the training that goes on, each layer before its next update. False: training waits."""
+
+    on_save_error: str = "warn"
+    """When a checkpoint cannot be written (a full disk): "warn", and go on from the ones before; or "stop"."""
+
     def __post_init__(self) -> None:
         if self.precision is not None and self.precision not in PRECISIONS:
             raise UserError(
@@ -98,7 +105,7 @@ class Config:
             is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
-        for name in ("compile", "defer_loading", "replan"):
+        for name in ("compile", "defer_loading", "replan", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         # A torch.device is known by its name: this module does without torch.
@@ -116,7 +123,8 @@ class Config:
             known = ", ".join(map(repr, COMPRESSIONS))
             raise UserError(f"optimizer_compression={self.optimizer_compression!r} is not known: use one of {known}")
         masters = [master for of in MASTERS.values() for master in of]
-        for name, known in (("master", (None, *masters)), ("grad_dtype", (None, *GRADIENTS)), ("clip", CLIPS)):
+        choices = {"master": (None, *masters), "grad_dtype": (None, *GRADIENTS), "clip": CLIPS}
+        for name, known in {**choices, "on_save_error": ON_SAVE_ERROR}.items():
             if getattr(self, name) not in known:
                 raise UserError(f"{name}={getattr(self, name)!r} is not known: use one of {known}")
         if self.precision is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, user_path
-from megatrain.save.checkpoints import NEEDED_NAMES, check_sound, checkpoints_in, newest_sound
+from megatrain.save.checkpoints import check_sound, checkpoints_in, missing_in, newest_sound
 from megatrain.save.folder import WEIGHT_NAMES
 
 KEY = "training.resume_from_checkpoint"
@@ -48,7 +48,7 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
         folder = user_path(given, KEY)
         if not folder.is_dir():
             raise UserError(f"{KEY}: no such folder: {folder} (looked from {Path.cwd()}); {_remedy(known, output_dir)}")
-    missing = [name for name in NEEDED_NAMES if not (folder / name).is_file()]
+    missing = missing_in(folder)
     if not any((folder / name).is_file() for name in WEIGHT_NAMES):
         missing.append(WEIGHT_NAMES[0])
     if missing:

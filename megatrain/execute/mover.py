@@ -62,6 +62,7 @@ class HomeMover:
             return False
         is_any_held = any(keeper.is_lending for keeper in self.keepers)
         for home in engine.homes:
+            is_any_held |= not home.captured.is_recorded  # a checkpoint is to read it
             # Gradients that nobody keeps are gone when their update is over.
             is_any_held |= home.is_lent or home.grads.is_lent or (home.grads.is_kept and home.grads.is_holding())
         if is_any_held:

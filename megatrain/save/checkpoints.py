@@ -14,20 +14,34 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.errors import UserError
-from megatrain.save.folder import WEIGHT_NAMES
 
 logger = logging.getLogger("megatrain")
 
 MANIFEST_NAME = "megatrain_manifest.json"
 PREFIX = "checkpoint-"
-NEEDED_NAMES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-"""Besides weights, to go on from a checkpoint."""
+OPTIMIZER_STEM = "optimizer"
+SETTINGS_NAME = "optimizer.json"
+"""Numbers of the optimizer; its states are tensors in `optimizer.safetensors`, or in shards with an index."""
+FOREIGN_OPTIMIZER_NAME = "optimizer.pt"
+"""The optimizer of a checkpoint that plain transformers saved."""
+
 _FORMAT = 1
 _NUM_THREADS = 8
 _BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What is known of a file that is complete."""
+
+    num_bytes: int
+    checksum: str
+    """SHA-256, hexadecimal."""
+
 
 _sound: set[tuple] = set()
 """Signatures of what this process has read whole and found sound: a run looks at its checkpoint more than once."""
@@ -39,17 +53,31 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(_step_text(path)))
 
 
-def write_manifest(folder: Path) -> None:
-    """Note size and SHA-256 of every file in `folder`, which is complete but for this."""
+def write_manifest(folder: Path, known: Mapping[str, Written] | None = None) -> None:
+    """Note size and SHA-256 of every file in `folder`, which is complete but for this.
+
+    known: of files whose checksums were taken while they were written, by name.
+    """
+    written = dict(known or {})
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    others = [path for path in paths if path.relative_to(folder).as_posix() not in written]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        sums = pool.map(_checksum, paths)
-        files = {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
-            for path, checksum in zip(paths, sums, strict=True)
-        }
+        for path, checksum in zip(others, pool.map(_checksum, others), strict=True):
+            name = path.relative_to(folder).as_posix()
+            written[name] = Written(num_bytes=path.stat().st_size, checksum=checksum)
+    files = {name: {"bytes": one.num_bytes, "sha256": one.checksum} for name, one in sorted(written.items())}
     text = json.dumps({"format": _FORMAT, "files": files}, indent=1)
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def missing_in(folder: Path) -> list[str]:
+    """Files that going on from a checkpoint takes, besides weights, and that it lacks."""
+    needed = ["trainer_state.json", SETTINGS_NAME, f"{OPTIMIZER_STEM}.safetensors", "scheduler.pt"]
+    if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
+        needed[1:3] = []
+    elif (folder / f"{OPTIMIZER_STEM}.safetensors.index.json").is_file():
+        del needed[2]
+    return [name for name in needed if not (folder / name).is_file()]
 
 
 def has_manifest(folder: Path) -> bool:
@@ -95,7 +123,7 @@ def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
     """
     told = {}
     for folder in reversed(checkpoints):
-        damage = [f"it has no {name}" for name in NEEDED_NAMES if not (folder / name).is_file()] or damage_of(folder)
+        damage = [f"it has no {name}" for name in missing_in(folder)] or damage_of(folder)
         if not damage:
             for other, its in told.items():
                 logger.warning("%s cannot be gone on from (%s): going on from %s", other, its, folder.name)
@@ -128,15 +156,14 @@ def _unreadable_in(folder: Path) -> list[str]:
         for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth")))
         if not zipfile.is_zipfile(path)
     ]
-    index = folder / WEIGHT_NAMES[1]
-    if index.is_file() and not damage:
+    for index in sorted(folder.glob("*.safetensors.index.json")) if not damage else ():
         try:
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             lacking = sorted(name for name, shard in places.items() if name not in names.get(shard, ()))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return [f"{WEIGHT_NAMES[1]} cannot be read ({error})"]
+            return [f"{index.name} cannot be read ({error})"]
         if lacking:
-            damage.append(f"{lacking[0]} and {len(lacking) - 1} more weights of {WEIGHT_NAMES[1]} are in no file")
+            damage.append(f"{lacking[0]} and {len(lacking) - 1} more tensors of {index.name} are in no file")
     return damage
 
 

@@ -15,15 +15,26 @@ import torch
 
 from megatrain.base.errors import UserError
 from megatrain.save.card import CARD_NAME, FACTS_NAME, WEIGHTS, Facts, card_text, listed_dtypes, read_facts, state_facts
-from megatrain.save.checkpoints import MANIFEST_NAME, NEEDED_NAMES, check_sound
+from megatrain.save.checkpoints import (
+    FOREIGN_OPTIMIZER_NAME,
+    MANIFEST_NAME,
+    OPTIMIZER_STEM,
+    SETTINGS_NAME,
+    check_sound,
+)
 from megatrain.save.folder import WEIGHT_NAMES, whole_folder
-from megatrain.save.weights import LOW_HALVES_NAME, weight_files
+from megatrain.save.layers import LOW_HALF
+from megatrain.save.tensor_files import MappedTensors
+from megatrain.save.weights import weight_files
 from megatrain.store.masters import join
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INDEX_NAME = WEIGHT_NAMES[1]
 STATE_NAME = "trainer_state.json"
-_OF_TRAINING = {MANIFEST_NAME, FACTS_NAME, LOW_HALVES_NAME, "training_args.bin", *NEEDED_NAMES}
+_OF_TRAINING = {
+    *(MANIFEST_NAME, FACTS_NAME, SETTINGS_NAME, FOREIGN_OPTIMIZER_NAME, STATE_NAME),
+    *("scheduler.pt", "training_args.bin"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +57,7 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported
     files = weight_files(checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"DIR: {target} is there already and not empty; give a new folder")
-    halves = _Halves(checkpoint / LOW_HALVES_NAME) if dtype == "fp32" else None
+    halves = _Halves(checkpoint) if dtype == "fp32" else None
     wanted = None if dtype is None else DTYPES[dtype]
     places: dict[str, str] = {}
     num_bytes, seen = 0, set()
@@ -74,18 +85,16 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported
 class _Halves:
     """Low halves of masters by the names of their weights; none where weights are whole."""
 
-    def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        self._file = safe_open(path, framework="pt") if path.is_file() else None
-        self._left = set() if self._file is None else set(self._file.keys())
+    def __init__(self, checkpoint: Path) -> None:
+        self._tensors = MappedTensors(checkpoint, OPTIMIZER_STEM)
+        self._left = {name.removesuffix(LOW_HALF) for name in self._tensors if name.endswith(LOW_HALF)}
         self.is_any = bool(self._left)
 
     def master(self, name: str, weights: torch.Tensor) -> torch.Tensor:
-        if self._file is None or name not in self._left:
+        if name not in self._left:
             return weights.float()
         self._left.remove(name)
-        return join(weights.view(-1), self._file.get_tensor(name)).view(weights.shape)
+        return join(weights.view(-1), self._tensors[f"{name}{LOW_HALF}"]).view(weights.shape)
 
     def unused(self) -> list[str]:
         return sorted(self._left)
@@ -124,7 +133,7 @@ def _copy_others(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     """Config, tokenizer, chat template, code: whatever is not of training."""
     for path in sorted(checkpoint.iterdir()):
         is_of_training = path.name in _OF_TRAINING or path.name.startswith("rng_state")
-        if not path.is_file() or is_of_training or path.suffix == ".safetensors" or path.name == INDEX_NAME:
+        if not path.is_file() or is_of_training or path.suffix == ".safetensors" or path.name.endswith(".index.json"):
             continue
         shutil.copyfile(path, folder / path.name)
     config = folder / "config.json"

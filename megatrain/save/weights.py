@@ -22,16 +22,16 @@ from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine
 from megatrain.execute.model import StreamedModel
 from megatrain.optim.base import HomeOptimizer
-from megatrain.save.adapters import read_adapters, save_trained, saves_adapters, trained_bytes
+from megatrain.save.adapters import read_adapters, saves_adapters, trained_bytes
+from megatrain.save.checkpoints import FOREIGN_OPTIMIZER_NAME, OPTIMIZER_STEM, SETTINGS_NAME
 from megatrain.save.folder import WEIGHT_NAMES
-from megatrain.spec.layout import Field
-from megatrain.store.home import Home
+from megatrain.save.layers import LOW_HALF, cut_fields
+from megatrain.save.tensor_files import WEIGHTS_STEM, MappedTensors, tensor_files
+from megatrain.store.masters import join
 
 logger = logging.getLogger("megatrain")
 
 GROUP_BYTES = GIB
-OPTIMIZER_NAME = "optimizer.pt"
-LOW_HALVES_NAME = "master_low_halves.safetensors"
 LOW_HALF_BYTES = 2
 
 
@@ -70,62 +70,47 @@ def _exact_bytes(model: nn.Module, engine: Engine) -> int:
     """Bytes of what the saved weights lack of the exact masters."""
     if saves_adapters(model):
         return trained_bytes(engine)
-    return sum(LOW_HALF_BYTES * field.numel for _, field in _cut_fields(engine))
+    return sum(LOW_HALF_BYTES * field.numel for _, field in cut_fields(engine))
 
 
-def save_exact(model: nn.Module, engine: Engine, folder: Path, *, is_whole: bool) -> None:
-    """Write, beside the saved weights, what they lack of the exact masters.
-
-    Of bf16 weights these are the low halves of their masters (2 bytes a parameter; weights are masters rounded to
-    nearest, so both together are the exact master), if `is_whole`: training is to go on from this folder.
-    Of adapters, all trained masters, because not all that trains need be in them.
+def read_exact(model: nn.Module, engine: Engine, folder: Path) -> None:
+    """Complete the masters after `read_weights`: bf16 weights are masters rounded to nearest, and with their low halves
+    (2 bytes a parameter, beside the optimizer's states) they are exact. Where masters are of another form now, they
+    are converted, and it says so. A folder without low halves has whole masters, or weights alone.
     """
-    from safetensors.torch import save_file
-
-    engine.wait()
     if saves_adapters(model):
-        save_trained(model, folder)
-    elif is_whole and (halves := {field.name: home.low_half(field) for home, field in _cut_fields(engine)}):
-        save_file(halves, folder / LOW_HALVES_NAME)
-
-
-def read_exact(model: nn.Module, engine: Engine, folder: Path, *, required: bool) -> None:
-    """Complete the masters after `read_weights`, if any of them is saved as bf16.
-
-    Raises UserError when `required` and `folder` lacks them.
-    """
-    from safetensors import safe_open
-
-    cut = [] if saves_adapters(model) else list(_cut_fields(engine))
-    path = folder / LOW_HALVES_NAME
-    if not cut or not (path.is_file() or required):
         return
-    if not path.is_file() and _is_from_elsewhere(folder):
+    engine.wait()
+    halves = MappedTensors(folder, OPTIMIZER_STEM)
+    was_rounded = False
+    for home in engine.homes:
+        for field in home.fields:
+            name = f"{field.name}{LOW_HALF}"
+            if name not in halves:
+                continue
+            if field.is_split:
+                home.low_half(field).copy_(halves[name])
+            elif field.dtype == torch.float32:
+                rounded = home.read(field).to(torch.bfloat16)
+                home.write(field, join(rounded.view(-1), halves[name]).view(field.shape))
+            else:
+                was_rounded = True
+    if was_rounded:
+        logger.warning("the saved masters are fp32 (split) and were rounded to bf16, which is what masters are now")
+    elif saved_master(folder) == "bf16" != engine.formats.master:
+        logger.warning("the saved masters are bf16: the fp32 masters that there are now start as they")
+    elif (folder / FOREIGN_OPTIMIZER_NAME).is_file() and cut_fields(engine):
         logger.warning(
             "%s was saved by plain transformers: its bf16 weights are whole, and masters start as they", folder
         )
-        engine.wait()
-        for home, field in cut:
-            # What was there before is of other weights.
-            home.low_half(field).zero_()
-        return
-    if not path.is_file():
-        raise UserError(f"{folder} has no {LOW_HALVES_NAME}, so its bf16 weights lack half of their fp32 masters")
-    engine.wait()
-    with safe_open(path, framework="pt") as file:
-        for home, field in cut:
-            home.low_half(field).copy_(file.get_tensor(field.name))
 
 
-def _is_from_elsewhere(folder: Path) -> bool:
-    """Whether the optimizer that is saved in `folder` is one of PyTorch, whose bf16 weights have no other master."""
-    optimizer = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
-    return "moments" not in optimizer
-
-
-def _cut_fields(engine: Engine) -> Iterator[tuple[Home, Field]]:
-    for home in engine.homes:
-        yield from ((home, field) for field in home.fields if field.is_split and field.saved_dtype == torch.bfloat16)
+def saved_master(folder: Path) -> str | None:
+    """Form of the masters of a checkpoint, as `mt.init(master=...)` names them. None where nothing tells."""
+    try:
+        return json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8")).get("master")
+    except (OSError, ValueError):
+        return None
 
 
 def _has_weights(folder: Path) -> bool:
@@ -134,13 +119,10 @@ def _has_weights(folder: Path) -> bool:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a saved model, in order. Raises UserError when there are none."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    raise UserError(f"{folder} has neither model.safetensors nor its index: give the folder of a saved model")
+    files = tensor_files(folder, WEIGHTS_STEM)
+    if not files:
+        raise UserError(f"{folder} has neither model.safetensors nor its index: give the folder of a saved model")
+    return files
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

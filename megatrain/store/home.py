@@ -2,7 +2,7 @@
 
 Two sections: `wire` (what crosses the link, in the compute dtype, page-locked) and `low` (the low halves of split
 masters). Moments belong to the optimizer and gradients to `HomeGradients`; both lie apart. Each has a tier of its own.
-Rule: whoever reads or writes weights waits for `updated` first.
+Rule: whoever reads or writes weights waits for `updated` first; whoever writes, moments too, for `captured`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Home:
         num_low = sum(1 for field in fields if field.is_split) and _num_elements(fields)
         self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged).view(torch.int16)
         self.updated = Fence.done()
+        self.captured = Fence.done()
+        """A checkpoint has what it needs of this home: until then nobody may change it."""
         self.version = 0
         # Their sizes were chosen for the homes that are there from the start.
         self._rooms = {place.gradients: (rooms or {}).get(place.gradients) if keeps_gradients else None}
@@ -103,7 +105,15 @@ class Home:
         if field.dtype == field.saved_dtype and self.wire.device.type == "cpu":
             self.expose()
             return self._lending.lend(self.weights(field))
-        return self.read(field).to(field.saved_dtype)
+        self.settle()
+        return self.as_saved(field)
+
+    def as_saved(self, field: Field) -> torch.Tensor:
+        """The same, neither lent nor waited for: for whoever keeps others from changing it."""
+        weights = self.weights(field).cpu()
+        if field.is_split and field.saved_dtype != field.dtype:
+            weights = join(weights.view(-1), self.low_half(field).cpu()).view(field.shape)
+        return weights.to(field.saved_dtype)
 
     @property
     def is_lent(self) -> bool:
@@ -160,6 +170,7 @@ class Home:
 
     def expose(self) -> None:
         """Somebody who is no update is about to change a part, or to hold a view of it."""
+        self.captured.wait()
         for tier in self.tiers.values():
             tier.expose()
 

@@ -65,6 +65,7 @@ class SerialStream:
     def update(self, home: Home, work: Callable[[], None]) -> None:
         """Run an update of `home`."""
         home.grads.arrived.wait()
+        home.captured.wait()
         work()
         home.updated = Fence.done()
 

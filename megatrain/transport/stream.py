@@ -7,7 +7,8 @@ states come from disk, so that they hold up no others, `update` on the device; `
     release: slot.used stands behind the caller's work
     drain:   d2h copies packet -> slab (after home.updated: an update may still read the slab; after the last drain)
     disk:    reads weights into a host slot, from which h2d copies; states go through the window of their update
-    update:  a lane changes the home (after its last update; after the caller's work so far, where that reads the home)
+    update:  a lane changes the home (after its last update; after a checkpoint captured it; after the caller's work so
+             far, where that reads the home)
 
 Homes on the device take no slot: acquire hands out the home itself, behind `updated`.
 
@@ -209,7 +210,7 @@ class LaneStream:
         `updated` is behind it."""
         if self.window is not None:
             self.window.end_exposures()
-        lane, after = self._cpu, [home.grads.arrived, home.updated]
+        lane, after = self._cpu, [home.grads.arrived, home.updated, home.captured]
         if home.place.update == "device":
             lane = self._device_update
             after.append(Fence.on_current_stream(self.device))

@@ -1,0 +1,147 @@
+"""The checkpoint of a run that is being written beside its steps: at most one, with what it cost.
+
+Rule: what failed is told at the next step, and never later than the end of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatrain.base.units import format_bytes
+from megatrain.execute.report import say_on_a_line_of_its_own
+from megatrain.save.pause import PauseMeter, predicted_pause
+from megatrain.save.saving import Saving
+
+logger = logging.getLogger("megatrain")
+
+
+class BackgroundSaves:
+    """
+    Args:
+        bytes_per_second: at which this machine's profile says that files are written; None: not known.
+        clip: of the engine. on_error: "warn" or "stop".
+    """
+
+    def __init__(
+        self,
+        *,
+        bytes_per_second: float | None,
+        clip: str,
+        on_error: str,
+        say: Callable[[str], None] = say_on_a_line_of_its_own,
+    ) -> None:
+        self._rate, self._clip, self._on_error, self._say = bytes_per_second, clip, on_error, say
+        self.meter = PauseMeter()
+        self._saving: Saving | None = None
+        self._target = Path()
+        self._predicted: float | None = None
+        self._when_complete: Callable[[], None] = lambda: None
+        self._when_failed: Callable[[], None] = lambda: None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._saving is not None
+
+    def begin(
+        self,
+        saving: Saving,
+        context: contextlib.ExitStack,
+        target: str,
+        *,
+        is_behind: bool,
+        num_bytes: int,
+        spare_bytes: int,
+        when_complete: Callable[[], None],
+        when_failed: Callable[[], None],
+    ) -> None:
+        """Write `saving`, the one before being over.
+
+        Args:
+            context: puts the folder in the place of `target` when it is left.
+            is_behind: beside the next steps; else now.
+            num_bytes: about to be written. spare_bytes: of host memory for copies.
+        """
+        assert self._saving is None
+        self._saving, self._target = saving, Path(target)
+        self._when_complete, self._when_failed = when_complete, when_failed
+        self._predicted = self._predict(num_bytes, spare_bytes, is_behind)
+        if is_behind:
+            saving.start(context)
+            return
+        started = time.perf_counter()
+        saving.run(context)
+        self.meter.add_foreground(time.perf_counter() - started)
+        self._end()
+
+    def poll(self) -> None:
+        """Between two steps. Raises what kept a checkpoint from being written, where that ends the run."""
+        if self._saving is not None and self._saving.is_over:
+            self._end()
+
+    def finish(self, *, must_succeed: bool = False) -> None:
+        """Wait for it. must_succeed: nobody goes on without this one."""
+        if self._saving is None:
+            return
+        started = time.perf_counter()
+        self._saving.wait()
+        self.meter.add_foreground(time.perf_counter() - started)
+        self._end(must_succeed=must_succeed)
+
+    def call_off(self) -> None:
+        """The run ends at once: the checkpoint that is being written is dropped, those before it stay."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.call_off()
+
+    @contextlib.contextmanager
+    def told(self, target: str, when_failed: Callable[[], None], *, must_succeed: bool = False) -> Iterator[None]:
+        """What the block does not get onto the disk is told as the run is to be told of it: in a warning, or by ending
+        it. Errors of another kind are raised as they are."""
+        try:
+            yield
+        except BaseException as error:
+            self._saving = None
+            self.meter.take()
+            when_failed()
+            if must_succeed or self._on_error == "stop" or not isinstance(error, OSError):
+                raise
+            logger.warning(
+                "%s was not saved (%s); training goes on, and the checkpoints before it are whole", target, error
+            )
+
+    def _end(self, *, must_succeed: bool = False) -> None:
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        with self.told(str(self._target), self._when_failed, must_succeed=must_succeed):
+            saving.result()
+            self._rate = saving.num_bytes / saving.seconds if saving.num_bytes else self._rate
+            self._say(self._line(saving, self.meter.take()))
+            self._when_complete()
+
+    def _predict(self, num_bytes: int, spare_bytes: int, is_behind: bool) -> float | None:
+        step_seconds = self.meter.step_seconds
+        if self._rate is None or step_seconds is None:
+            return None
+        return predicted_pause(
+            num_bytes,
+            spare_bytes=spare_bytes,
+            bytes_per_second=self._rate,
+            step_seconds=step_seconds,
+            clip=self._clip,
+            is_behind=is_behind,
+        )
+
+    def _line(self, saving: Saving, pause: float) -> str:
+        predicted = "" if self._predicted is None else f" (predicted {_seconds(self._predicted)})"
+        return (
+            f"megatrain: {self._target.name} is complete: {format_bytes(saving.num_bytes)} in "
+            f"{_seconds(saving.seconds)}, of which training waited {_seconds(pause)}{predicted}"
+        )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 100 else f"{value:.0f} s"

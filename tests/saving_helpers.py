@@ -1,0 +1,26 @@
+"""Runs that save, and what is in their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from trainer_helpers import arguments, llama, rows
+
+import megatrain as mt
+
+
+def make_trainer(folder: Path, model: Any = None, given: dict[str, Any] | None = None, **changes: Any) -> mt.Trainer:
+    settings = {"save_strategy": "steps", "save_steps": 2} | changes
+    model = llama().bfloat16() if model is None else model
+    return mt.Trainer(model=model, args=arguments(folder, **settings), train_dataset=rows(), **(given or {}))
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
