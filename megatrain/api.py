@@ -62,6 +62,7 @@ def init(
     replan: bool = True,
     save_in_background: bool = True,
     on_save_error: str = "warn",
+    verify_transfers: bool = False,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -93,6 +94,8 @@ def init(
             there are, where the planner with measured rates predicts that it pays (no result depends on it).
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
         on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
+        verify_transfers: check sums of what goes between device, host and disk: what arrives changed is named and sent
+            again, what stays changed ends the run. See docs/reliability.md.
 
     Raises UserError for a setting that cannot work.
     """

@@ -114,11 +114,11 @@ def make_gated_store(budget_bytes: int) -> tuple[ActivationStore, list[Fence]]:
     """A store whose copies to the host wait until the test lets them go."""
     lane, gates = Lane("copy", CPU), []
 
-    def send(tensor: torch.Tensor, host: torch.Tensor) -> Fence:
+    def send(tensor: torch.Tensor, host: torch.Tensor, name: str) -> Fence:
         gates.append(Fence())
         return lane.submit(lambda: host.copy_(tensor), after=(gates[-1],))
 
-    def bring(host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
+    def bring(host: torch.Tensor, tensor: torch.Tensor, sent: Fence, name: str) -> Fence:
         return lane.submit(lambda: tensor.copy_(host), after=(sent,))
 
     pool = BufferPool(make_memory())
@@ -185,9 +185,9 @@ class CountingMemory(HostMemory):
 
     num_asked = 0
 
-    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def empty(self, num_bytes: int, *, pinned: bool = False, owner: str = "") -> torch.Tensor:
         self.num_asked += 1
-        return super().empty(num_bytes, pinned=pinned)
+        return super().empty(num_bytes, pinned=pinned, owner=owner)
 
 
 @settings(deadline=None, max_examples=60)

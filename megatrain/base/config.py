@@ -78,6 +78,10 @@ class Config:
     """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
     bits may differ."""
 
+    verify_transfers: bool = False
+    """Check sums of weights, gradients, inputs of layers and states on every way between device, host and disk: what
+    arrives changed is sent again. Costs reads of host memory."""
+
     defer_loading: bool = True
     """Leave the weights of large models in their files in transformers' own from_pretrained, until `mt.stream` takes
     them home or somebody asks for them."""
@@ -105,7 +109,7 @@ class Config:
             is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
-        for name in ("compile", "defer_loading", "replan", "save_in_background"):
+        for name in ("compile", "verify_transfers", "defer_loading", "replan", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         # A torch.device is known by its name: this module does without torch.

@@ -34,6 +34,21 @@ class DiskError(RuntimeError):
     """A disk failed in the middle of a run, after retries. The message names folder, place and errno."""
 
 
+class CorruptionError(RuntimeError):
+    """Bytes are not what they were (`mt.init(verify_transfers=True)`): they changed where they lay, or on their way, in
+    every one of several tries. The message names the layer and the place."""
+
+
+class ChangedInTransitError(CorruptionError):
+    """Bytes arrived changed; those that were sent are still there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} arrived changed; if that stays so, go on from the last checkpoint, on other hardware"
+
+
 class RefusedError(RuntimeError):
     """A call that makes no sense on a streamed model (or would do harm silently), refused by name."""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatrain.base.errors import DiskError, RefusedError, UserError
+from megatrain.base.errors import CorruptionError, DiskError, RefusedError, UserError
 
 GATE_SECONDS = 0.5
 
@@ -33,7 +33,7 @@ def bare(error: BaseException) -> BaseException:
     except Exception:  # whatever the constructor of somebody's exception needs
         other = RuntimeError(f"{type(error).__name__}: {error}")
     other.__traceback__ = other.__context__ = other.__cause__ = None
-    if not isinstance(error, UserError | DiskError | RefusedError) and hasattr(other, "add_note"):
+    if not isinstance(error, UserError | DiskError | RefusedError | CorruptionError) and hasattr(other, "add_note"):
         if error.__traceback__ is not None and not getattr(error, "__notes__", None):
             other.add_note("in another thread:\n" + "".join(traceback.format_exception(error)).rstrip())
     return other

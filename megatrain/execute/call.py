@@ -315,7 +315,7 @@ class LayerFunction(torch.autograd.Function):
         ctx.call = call
         # An input that gets a gradient is a boundary activation, and is stored; masks and such are shared.
         # A call whose graph is kept has its backward at once.
-        keep = call.engine.activations.keep
+        keep = functools.partial(call.engine.activations.keep, name=call.layer.name)
         may_go = [needs and not call.keep_graph for needs in call.needs_grad]
         ctx.boundaries = [keep(tensor) if may else None for tensor, may in zip(tensors, may_go, strict=True)]
         is_stored = [boundary is not None and boundary.is_stored for boundary in ctx.boundaries]

@@ -51,10 +51,10 @@ class Fetcher:
             home.updated.wait()
         if home is not self.resident:
             self._engine.transport.counters.num_fetches += 1
-            return home.weights(field).to(self._engine.device, copy=True)
+            return self._engine.transport.hops.fetch(home, home.weights(field), self._engine.device)
         if self._copy_version != home.version:
             # A new tensor and not an overwrite: a graph may still hold the old one.
-            self._copy = home.wire.to(self._engine.device, copy=True)
+            self._copy = self._engine.transport.hops.fetch(home, home.wire, self._engine.device)
             self._copy_version = home.version
         return view_field(self._copy, field)
 

@@ -182,6 +182,7 @@ def run_stats(engine: Engine) -> dict[str, Any]:
         "num_drains": counters.num_drains,
         "drained_bytes": counters.drained_bytes,
         "num_fetches": counters.num_fetches,
+        **engine.transport.hops.counts.stats(),
         "offloaded_activation_bytes": engine.activations.offloaded_bytes,
         "stall_seconds": transport.stall_seconds(),
         "busy_seconds": transport.busy_seconds(),

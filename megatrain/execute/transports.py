@@ -33,7 +33,12 @@ def make_transport(
     rings = _rings(homes, memory, device, options) if placement.config.clip == "layer" else None
     streamed = [home for home in homes if home is not resident]
     window, reader = _disk(streamed, memory, placement)
-    return LaneStream(streamed, block_bytes, device, options, rings, window, reader, resident)
+    verifies = placement.config.verify_transfers
+    stream = LaneStream(streamed, block_bytes, device, options, rings, window, reader, resident, verifies)
+    # Coded moments are written where they are mapped, and what lies beside them with them.
+    if verifies and memory.disk is not None and placement.config.moments != "lossless":
+        memory.disk.verify(stream.hops.counts)
+    return stream
 
 
 def _disk(homes: list[Home], memory: HostMemory, placement: Placement) -> tuple[DiskWindow | None, WeightReader | None]:

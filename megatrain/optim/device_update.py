@@ -31,6 +31,7 @@ from megatrain.optim.tensors import tensors_of, with_tensors
 from megatrain.optim.update import Measure
 from megatrain.plan.placement import STAGING_BYTES
 from megatrain.spec.formats import BLOCK
+from megatrain.transport.hops import Begun, hops_at_hand
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class DeviceUpdater:
             try:
                 for number, (index, piece) in enumerate(pieces):
                     sums[index] += staging[number % 2].update(piece, lambda staged: self._enqueue(staged, measure))
+                for one in staging:
+                    one.finish()
             finally:
                 for one in staging:
                     one.synchronize()
@@ -108,12 +111,16 @@ class _Staging:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._under_way: list[Begun] = []
+        """Copies down to the host, whose sources are here until they are over."""
         # Allocated on its stream, so that it waits for no other's work with memory that is free again.
         with self._on_stream():
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def update(self, piece: Segment, enqueue: Callable[[Segment], list[Tensor]]) -> list[Tensor]:
         """Enqueue the way of `piece` up, its update and its way down. Returns what `enqueue` does."""
+        self.finish()
+        hops, name = hops_at_hand()
         with self._on_stream():
             staged = self._stage(piece)
             pairs = [
@@ -122,15 +129,23 @@ class _Staging:
                 if host is not device
             ]
             for host, device in pairs:
-                device.copy_(host, non_blocking=True)
+                hops.move(device, host, f"states of {name} on their way to the device")
             sums = enqueue(staged)
             for host, device in pairs:
                 if host is not piece.grad:
-                    host.copy_(device, non_blocking=True)
+                    self._under_way.append(hops.begin(host, device, f"updated states of {name} on their way home"))
         return sums
 
+    def finish(self) -> None:
+        """Check what has come down, where that is asked for; else it may still be on its way."""
+        hops, _ = hops_at_hand()
+        with self._on_stream():
+            while self._under_way:
+                hops.end(self._under_way.pop())
+
     def synchronize(self) -> None:
-        """Wait until all that was enqueued is done."""
+        """Wait until all that was enqueued is done; whoever wanted it checked has done so."""
+        self._under_way.clear()
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -41,6 +41,7 @@ from megatrain.spec.formats import BLOCK
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
 from megatrain.store.tier import Tier
+from megatrain.transport.hops import hops_at_hand
 
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 _LOOKED_UP_OR_SLID = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
@@ -255,11 +256,21 @@ class Workspace:
         with torch.no_grad(), contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for direction, result in zip(directions, flat.view_as(directions), strict=True):
                 result.copy_(direction)
-                matrix = result.to(self._device, non_blocking=True)
-                result.copy_(orthogonalise(matrix, *numbers.newton_schulz), non_blocking=True)
+                if self._stream is None:
+                    result.copy_(orthogonalise(result, *numbers.newton_schulz))
+                    continue
+                matrix = _cross(torch.empty_like(result, device=self._device), result)
+                _cross(result, orthogonalise(matrix, *numbers.newton_schulz))
         if self._stream is not None:
             self._stream.synchronize()
         return flat
+
+
+def _cross(target: Tensor, source: Tensor) -> Tensor:
+    """`target`, with a copy of `source` enqueued."""
+    hops, name = hops_at_hand()
+    hops.move(target, source, f"a direction of {name} between host and device")
+    return target
 
 
 def orthogonalise(matrix: Tensor, coefficients: Sequence[float], num_steps: int, eps: float) -> Tensor:

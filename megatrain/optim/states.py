@@ -68,7 +68,8 @@ def _block(home: Home, place: Place, sizes: Sequence[tuple[torch.dtype, int]]) -
     starts = [0]
     for dtype, count in sizes:
         starts.append(round_up(starts[-1] + count * dtype.itemsize, ALIGN_BYTES))
-    block = home.tiers[place.moments].empty(starts[-1], pinned=place.is_staged)
+    owner = f"moments of {home.name}"
+    block = home.tiers[place.moments].empty(starts[-1], pinned=place.is_staged, owner=owner)
     return [
         block[start : start + count * dtype.itemsize].view(dtype)
         for (dtype, count), start in zip(sizes, starts, strict=False)

@@ -33,6 +33,7 @@ from megatrain.base.paths import user_path
 from megatrain.base.units import MIB
 from megatrain.store.disk_calls import DiskCalls
 from megatrain.store.disk_file import DiskFile
+from megatrain.store.disk_sums import BlockGuard, DiskChecks, PageSums
 from megatrain.store.disk_threads import Block, IoThreads, Meter, Transfer
 from megatrain.store.tier import PAGE_BYTES, round_up
 
@@ -97,6 +98,8 @@ class DiskStore:
         if sys.platform != "linux":
             raise UserError("homes on disk need Linux: leave out offload_dir")
         self.block_bytes = block_bytes
+        self.checks: DiskChecks | None = None
+        """Of what extents write from now on, where that was asked for."""
         self._calls = calls or DiskCalls()
         self._process_id = os.getpid()
         self._lock = threading.Lock()
@@ -144,11 +147,14 @@ class DiskStore:
 
     # What it does
 
-    def allocate(self, num_bytes: int) -> Extent:
-        """Space for `num_bytes` of zeros. Raises UserError that names the folder which has too little."""
+    def allocate(self, num_bytes: int, owner: str = "") -> Extent:
+        """Space for `num_bytes` of zeros. Raises UserError that names the folder which has too little.
+
+        owner: whose bytes they will be, for messages.
+        """
         self.check_process()
         with self._lock:
-            return Extent(self, num_bytes, Space(self._reserve(round_up(num_bytes, PAGE_BYTES))))
+            return Extent(self, num_bytes, Space(self._reserve(round_up(num_bytes, PAGE_BYTES))), owner)
 
     def _reserve(self, num_bytes: int) -> list[Part]:
         parts: list[Part] = []
@@ -195,8 +201,10 @@ class Space:
 class Extent:
     """`num_bytes` of a store, whole pages on the disk."""
 
-    def __init__(self, store: DiskStore, num_bytes: int, space: Space) -> None:
+    def __init__(self, store: DiskStore, num_bytes: int, space: Space, owner: str = "") -> None:
         self.num_bytes = num_bytes
+        self.owner = owner
+        self._sums: PageSums | None = None
         self._store = store
         self._space = space
 
@@ -245,6 +253,9 @@ class Extent:
         self._check(offset, tensor)
         if tensor.numel() == 0:
             return Fence.done()
+        checks = self._store.checks
+        if is_write and checks is not None and self._sums is None:
+            self._sums = checks.sums_of(self.num_bytes)
         transfer = Transfer(self)
         view = memoryview(tensor.numpy())
         queues = [(part.disk, self._blocks(part, transfer, offset, view, is_write)) for part in self._space.parts]
@@ -262,8 +273,15 @@ class Extent:
         """Those of the transfer's blocks that lie in `part`."""
         first, last = max(offset, part.start), min(offset + len(view), part.start + part.num_bytes)
         size = self._store.block_bytes
+        owner, checks, sums = self.owner, self._store.checks, self._sums
         return [
-            Block(transfer, view[at - offset : min(at + size, last) - offset], part.offset + at - part.start, is_write)
+            Block(
+                transfer,
+                view[at - offset : min(at + size, last) - offset],
+                part.offset + at - part.start,
+                is_write,
+                BlockGuard(owner, at, checks, sums),
+            )
             for at in range(first, last, size)
         ]
 
@@ -297,7 +315,13 @@ def _move(file: DiskFile, meters: Meters, block: Block) -> None:
         meter.begin()
     num_bytes = 0
     try:
-        file.transfer(block.view, block.offset, is_write=block.is_write)
+        move = functools.partial(
+            file.transfer, block.view, block.offset, is_write=block.is_write, owner=block.guard.owner
+        )
+        if block.is_write:
+            block.guard.write(move, block.view)
+        else:
+            block.guard.read(move, block.view, f"{file.folder}, offset {block.offset}")
         num_bytes = len(block.view)
     finally:
         for meter in running:

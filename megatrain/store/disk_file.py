@@ -126,33 +126,36 @@ class DiskFile:
 
     # Bytes
 
-    def transfer(self, view: memoryview, offset: int, *, is_write: bool) -> None:
+    def transfer(self, view: memoryview, offset: int, *, is_write: bool, owner: str = "") -> None:
         """Read or write all of `view`. A page that it fills in part goes through a buffer, and is padded with zeros.
+
+        owner: whose bytes they are, for messages.
 
         Raises DiskError.
         """
         whole = len(view) - len(view) % PAGE_BYTES
-        self._transfer(view[:whole], offset, is_write)
+        self._transfer(view[:whole], offset, is_write, owner)
         rest = view[whole:]
         if not rest:
             return
         page = memoryview(mmap.mmap(-1, PAGE_BYTES))
         if is_write:
             page[: len(rest)] = rest
-        self._transfer(page, offset + whole, is_write)
+        self._transfer(page, offset + whole, is_write, owner)
         if not is_write:
             rest[:] = page[: len(rest)]
 
-    def _transfer(self, view: memoryview, offset: int, is_write: bool) -> None:
+    def _transfer(self, view: memoryview, offset: int, is_write: bool, owner: str) -> None:
         done, num_failures = 0, 0
         while done < len(view):
             moved, error = self._call(view[done:], offset + done, is_write)
             done += moved
             num_failures = 0 if moved else num_failures + 1
             if num_failures > NUM_RETRIES or (error is not None and error.errno in _PERMANENT):
-                raise self._failure(error, offset + done, len(view) - done, is_write) from error
+                raise self._failure(error, offset + done, len(view) - done, is_write, owner) from error
             if num_failures:
                 self.num_retries += 1
+                self._warn(error, offset + done, is_write, owner)
                 time.sleep(FIRST_PAUSE_SECONDS * 2 ** (num_failures - 1))
         if not self.is_direct and done:
             # Host memory is for homes that live there; a cache that cannot be dropped yields when memory is short.
@@ -170,16 +173,21 @@ class DiskFile:
             return 0, error
         return moved - moved % PAGE_BYTES, None
 
-    def _failure(self, error: OSError | None, offset: int, num_bytes: int, is_write: bool) -> DiskError:
-        what = "write" if is_write else "read"
-        code = "the file ends there" if error is None else f"errno {error.errno}, {error.strerror}"
+    def _warn(self, error: OSError | None, offset: int, is_write: bool, owner: str) -> None:
+        what, of = "write" if is_write else "read", f" of {owner}" if owner else ""
+        logger.warning("%s: could not %s%s at offset %d (%s): tried again", self.folder, what, of, offset, _code(error))
+
+    def _failure(self, error: OSError | None, offset: int, num_bytes: int, is_write: bool, owner: str) -> DiskError:
+        what, code = "write" if is_write else "read", _code(error)
+        of = f" of {owner}" if owner else ""
         if error is not None and error.errno in _FULL:
             way_out = "this file system does not keep what it reserved (copy on write, or a quota): make room"
         elif error is not None and error.errno == errno.EFBIG:
             way_out = _too_large(error)
         else:
             way_out = "look into the kernel's log and replace the disk, or give offload_dir another folder"
-        return DiskError(f"{self.folder}: could not {what} {num_bytes} bytes at offset {offset} ({code}): {way_out}")
+        failed = f"could not {what} {num_bytes} bytes{of} at offset {offset}"
+        return DiskError(f"{self.folder}: {failed} ({code}): {way_out}")
 
     # Opening
 
@@ -241,6 +249,10 @@ class DiskFile:
                 self.folder,
                 kind,
             )
+
+
+def _code(error: OSError | None) -> str:
+    return "the file ends there" if error is None else f"errno {error.errno}, {error.strerror}"
 
 
 def _too_large(error: OSError) -> str:

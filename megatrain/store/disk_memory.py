@@ -20,10 +20,12 @@ import psutil
 import torch
 
 from megatrain.base.errors import UserError
+from megatrain.base.faults import FaultCounts
 from megatrain.base.fence import Fence
 from megatrain.base.paths import existing_parent, user_path
 from megatrain.base.units import format_bytes
 from megatrain.store.disk import DiskStore, Extent
+from megatrain.store.disk_sums import DiskChecks
 from megatrain.store.tier import PAGE_BYTES, OwnProcess, round_up
 
 
@@ -43,6 +45,7 @@ class DiskMemory:
         """How often somebody may have changed what is here: what was read ahead before is of no use."""
 
         self._is_exposed = False
+        self._checks: DiskChecks | None = None
         self._store: DiskStore | None = None
         self._owner = OwnProcess()
         self._writes: list[Fence] = []
@@ -58,12 +61,12 @@ class DiskMemory:
     def check_process(self) -> None:
         self._owner.check()
 
-    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def empty(self, num_bytes: int, *, pinned: bool = False, owner: str = "") -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes` that maps an extent (page-aligned start)."""
         del pinned  # transfers go through page-locked host slots
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        extent = self.store.allocate(round_up(num_bytes, PAGE_BYTES))
+        extent = self.store.allocate(round_up(num_bytes, PAGE_BYTES), owner)
         dropped = self._dropped
         tensor = extent.mapped(lambda: dropped.append(extent))
         with self._maps_lock:
@@ -88,19 +91,32 @@ class DiskMemory:
 
     def stats(self) -> dict[str, float]:
         """What the store moved so far: bytes, and the seconds in which it was at it."""
-        names = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
+        names = ("read_bytes", "written_bytes", "read_seconds", "write_seconds", "num_retries")
         return {f"disk_{name}": 0 if self._store is None else getattr(self._store, name) for name in names}
 
     def expose(self) -> None:
         """Somebody is about to change what is here, or to hold a view of it, at any time until `end_exposures`."""
         self.settle()
         self._is_exposed = True
+        if self._checks is not None:
+            self._checks.expose()
 
     def end_exposures(self) -> None:
         """The next update is about to be queued: whoever changed something has done so."""
         if self._is_exposed:
             self._is_exposed = False
             self.num_exposures += 1
+
+    def verify(self, counts: FaultCounts) -> None:
+        """From now on check what comes past the page cache against what went, page by page."""
+        self._checks = DiskChecks(counts)
+        if self._store is not None:
+            self._store.checks = self._checks
+
+    def end_step(self) -> None:
+        """All updates of a step are queued, and views that somebody holds were exposed before."""
+        if self._checks is not None:
+            self._checks.end_step()
 
     def wait_for(self, write: Fence) -> None:
         """Whoever looks at tensors of this tier waits for `write` first."""
@@ -134,6 +150,7 @@ class DiskMemory:
         """Opened at first use."""
         if self._store is None:
             self._store = DiskStore(self.folders)
+            self._store.checks = self._checks
         return self._store
 
     def require(self, num_bytes: int, what: str) -> None:

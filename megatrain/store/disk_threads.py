@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatrain.base.fence import Fence, bare
+from megatrain.store.disk_sums import BlockGuard
 
 
 class Transfer:
@@ -63,6 +64,7 @@ class Block:
     view: memoryview
     offset: int
     is_write: bool
+    guard: BlockGuard
 
 
 class Meter:

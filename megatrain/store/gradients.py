@@ -32,10 +32,17 @@ class HomeGradients:
         is_kept: until they are dropped. Else they are their update's alone, which uses them up, perhaps at this moment:
             there is nothing to drop.
         room: where slabs are cut from; None: from `memory`, to stay.
+        owner: name of the home, for messages.
     """
 
     def __init__(
-        self, memory: Tier, dtype: torch.dtype, *, is_kept: bool = True, room: BufferPool | None = None
+        self,
+        memory: Tier,
+        dtype: torch.dtype,
+        *,
+        is_kept: bool = True,
+        room: BufferPool | None = None,
+        owner: str = "",
     ) -> None:
         self.dtype = dtype
         self.is_kept = is_kept
@@ -47,7 +54,7 @@ class HomeGradients:
         self.arrived_norm = 0.0
         """L2 norm of all that the last pass brought, also after it was used up."""
 
-        self._memory, self._room = memory, room
+        self._memory, self._room, self._owner = memory, room, f"gradients of {owner}"
         self._factors: dict[Field, float] = {}
         self._norms: dict[Field, float] = {}
         self._watched: dict[Field, float] = {}
@@ -108,7 +115,7 @@ class HomeGradients:
             self._leave_slab()
             num_bytes = layout.numel * self.dtype.itemsize
             if self._room is None:
-                slab = self._memory.empty(num_bytes, pinned=True)
+                slab = self._memory.empty(num_bytes, pinned=True, owner=self._owner)
             else:
                 self._cut = self._room.take(num_bytes, at_end=True)
                 slab = self._cut[:num_bytes]

@@ -50,17 +50,20 @@ class Home:
         self.tiers = tiers
         self.place = place
         self.grad_dtype = grad_dtype
-        self.wire = tiers[place.weights].empty(wire_bytes(fields), pinned=True)
+        self.wire = tiers[place.weights].empty(wire_bytes(fields), pinned=True, owner=f"weights of {name}")
         num_low = sum(1 for field in fields if field.is_split) and _num_elements(fields)
-        self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged).view(torch.int16)
+        owner = f"low halves of {name}"
+        self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged, owner=owner).view(torch.int16)
         self.updated = Fence.done()
         self.captured = Fence.done()
         """A checkpoint has what it needs of this home: until then nobody may change it."""
         self.version = 0
+        self.num_lendings = 0
+        """How often somebody got a view of the weights, into which they may write."""
         # Their sizes were chosen for the homes that are there from the start.
         self._rooms = {place.gradients: (rooms or {}).get(place.gradients) if keeps_gradients else None}
         room = self._rooms[place.gradients]
-        self.grads = HomeGradients(tiers[place.gradients], grad_dtype, is_kept=keeps_gradients, room=room)
+        self.grads = HomeGradients(tiers[place.gradients], grad_dtype, is_kept=keeps_gradients, room=room, owner=name)
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lending = Lending()
@@ -104,6 +107,7 @@ class Home:
         self.updated.wait()
         if field.dtype == field.saved_dtype and self.wire.device.type == "cpu":
             self.expose()
+            self.num_lendings += 1
             return self._lending.lend(self.weights(field))
         self.settle()
         return self.as_saved(field)
@@ -131,6 +135,8 @@ class Home:
         self.updated.wait()
         self.expose()  # and so behind what the update has still to write
         assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
+        # First: a copy to the device that is under way is of no use any more, whatever it reads.
+        self.version += 1
         if field.is_split and value.dtype == torch.bfloat16:
             self.weights(field).copy_(value.detach())
             self.low_half(field).zero_()
@@ -139,7 +145,6 @@ class Home:
             split_(master.view(-1), self.weights(field).view(-1), self.low_half(field))
         else:
             self.weights(field).copy_(value.detach())
-        self.version += 1
 
     def prepare_move(self, place: Place) -> Callable[[], None]:
         """Copies weights and low halves to where `place` has them. What is returned takes the copies over, and may be

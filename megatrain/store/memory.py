@@ -56,7 +56,7 @@ class HostMemory:
     def expose(self) -> None:
         """Nothing: no one reads ahead in memory."""
 
-    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def empty(self, num_bytes: int, *, pinned: bool = False, owner: str = "") -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes` (page-aligned start).
 
         Raises UserError when it fits neither in memory nor on disk.
@@ -76,7 +76,7 @@ class HostMemory:
                     self.lock(tensor)
             return tensor[:num_bytes]
         assert self.disk is not None
-        return self.disk.empty(num_bytes)
+        return self.disk.empty(num_bytes, owner=owner)
 
     @contextlib.contextmanager
     def locking_later(self) -> Iterator[None]:
@@ -162,9 +162,9 @@ class DeviceMemory:
     def expose(self) -> None:
         """Nothing: no one reads ahead in memory."""
 
-    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def empty(self, num_bytes: int, *, pinned: bool = False, owner: str = "") -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes`. Raises torch.OutOfMemoryError."""
-        del pinned
+        del pinned, owner
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def free_bytes(self) -> int:

@@ -58,9 +58,9 @@ class SetAside:
             return
         wire, low = self._kept[home]
         home.expose()
+        home.version += 1
         home.wire.copy_(wire)
         home.low.copy_(low)
-        home.version += 1
         others = [writers[home] for writers in self._open if home in writers]
         for write in others:
             write()

@@ -18,9 +18,9 @@ class Tier(Protocol):
     device: torch.device
     """Of its tensors."""
 
-    def empty(self, num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    def empty(self, num_bytes: int, *, pinned: bool = False, owner: str = "") -> torch.Tensor:
         """A zeroed uint8 tensor of exactly `num_bytes`, which keeps its memory alive. pinned: page-locked for the GPU,
-        where tier and machine can. Raises UserError where there is no room."""
+        where tier and machine can. owner: what it is for, for messages. Raises UserError where there is no room."""
 
     def check_process(self) -> None:
         """Raise RefusedError in a process that must not write here."""

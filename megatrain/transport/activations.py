@@ -29,7 +29,8 @@ PREFETCH_DEPTH = 4
 class _Kept:
     """One tensor that is kept, for one or several boundaries."""
 
-    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+    def __init__(self, tensor: torch.Tensor, num_bytes: int, name: str) -> None:
+        self.name = name
         self.num_bytes = num_bytes
         self.version = tensor._version
         # Without bytes, it counts versions with `tensor`, its views and its base, which outlive it perhaps.
@@ -88,8 +89,8 @@ class ActivationStore:
         budget_bytes: what may stay on the device.
         buffers: where the others go.
         device_buffers: where those go that stay, as far as there is room; None: they stay where they are.
-        send: (device tensor, host tensor) -> fence behind the copy to the host.
-        bring: (host tensor, device tensor, fence behind `send`) -> fence behind the copy to the device.
+        send: (device tensor, host tensor, layer's name) -> fence behind the copy to the host.
+        bring: (host tensor, device tensor, fence behind `send`, layer's name) -> fence behind the copy to the device.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class ActivationStore:
         budget_bytes: int,
         buffers: BufferPool,
         device_buffers: BufferPool | None = None,
-        send: Callable[[torch.Tensor, torch.Tensor], Fence],
-        bring: Callable[[torch.Tensor, torch.Tensor, Fence], Fence],
+        send: Callable[[torch.Tensor, torch.Tensor, str], Fence],
+        bring: Callable[[torch.Tensor, torch.Tensor, Fence, str], Fence],
     ) -> None:
         self.budget_bytes = budget_bytes
         self.is_reduced = False
@@ -115,14 +116,14 @@ class ActivationStore:
         # Weak: a graph that is dropped without a backward gives its buffers back.
         self._away: weakref.WeakKeyDictionary[Boundary, None] = weakref.WeakKeyDictionary()
 
-    def keep(self, tensor: torch.Tensor) -> Boundary | None:
+    def keep(self, tensor: torch.Tensor, name: str = "a layer") -> Boundary | None:
         """Take charge of `tensor`. None: it was not worth it. The caller keeps the tensor itself if it is not
-        `is_stored`."""
+        `is_stored`. name: of the layer, for messages."""
         if tensor.numel() * tensor.element_size() < MIN_BYTES:
             return None
         kept = self._kept.get(tensor)
         if kept is None or kept.num_boundaries == 0 or kept.has_changed:
-            kept = self._kept[tensor] = self._keep(tensor)
+            kept = self._kept[tensor] = self._keep(tensor, name)
         boundary = Boundary(self, kept)
         if kept.is_away:
             self._away[boundary] = None
@@ -173,9 +174,9 @@ class ActivationStore:
             # A copy that is on its way back to the device must not go into memory that others have by then.
             self.buffers.give_back(kept.buffer, behind=kept.arrived, needs=kept.sent, keeps=kept.device)
 
-    def _keep(self, tensor: torch.Tensor) -> _Kept:
+    def _keep(self, tensor: torch.Tensor, name: str) -> _Kept:
         num_elements = span(tensor)
-        kept = _Kept(tensor, tensor.untyped_storage().nbytes())
+        kept = _Kept(tensor, tensor.untyped_storage().nbytes(), name)
         if num_elements is not None:
             kept.num_bytes = num_elements * tensor.element_size()
         # Elements that share memory (an expanded tensor) would not come back as what they were.
@@ -189,7 +190,8 @@ class ActivationStore:
                     kept.lie_in(buffer, tensor).copy_(tensor)
             return kept
         kept.is_away = True
-        kept.sent = kept.arrived = self._send(tensor, kept.lie_in(self.buffers.take(kept.num_bytes), tensor))
+        stored = kept.lie_in(self.buffers.take(kept.num_bytes), tensor)
+        kept.sent = kept.arrived = self._send(tensor, stored, name)
         self.num_offloaded += 1
         self.offloaded_bytes += kept.num_bytes
         return kept
@@ -203,7 +205,7 @@ class ActivationStore:
         if kept.device is None:
             assert kept.stored is not None
             kept.device = _empty_like(kept.stored, self._device)
-            kept.arrived = self._bring(kept.stored, kept.device, kept.arrived)
+            kept.arrived = self._bring(kept.stored, kept.device, kept.arrived, kept.name)
 
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

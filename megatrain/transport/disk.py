@@ -146,6 +146,10 @@ class DiskWindow:
         """What others changed until now is what the next update reads. (For the thread that queues updates.)"""
         self._disk.end_exposures()
 
+    def end_step(self) -> None:
+        """All updates of a step are queued. (For the thread that queues updates.)"""
+        self._disk.end_step()
+
     def rest(self) -> None:
         """No piece is opened for a while: wait until all is written, and read ahead into the slots."""
         self.flush()

@@ -71,8 +71,10 @@ class GradientPacket:
         return self.wire.numel() * self.wire.element_size()
 
 
-def land(home: Home, packet: GradientPacket) -> Callable[[], None]:
+def land(home: Home, packet: GradientPacket, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[[], None]:
     """Start the copy into the home's slab; returns what has to run after it is over.
+
+    copy: (target, source), which may return before it is over.
 
     Between the two a CUDA lane waits for its copy. The home's last update must have ended, which reads the same slab,
     and its last drain.
@@ -82,9 +84,9 @@ def land(home: Home, packet: GradientPacket) -> Callable[[], None]:
         slab = home.grads.slab(packet.layout)
     else:
         slab = torch.empty(packet.layout.numel, dtype=packet.wire.dtype, device=home.grads.device)
-    slab.copy_(packet.wire, non_blocking=is_first)
+    copy(slab, packet.wire)
     norms = torch.empty(packet.norms.shape, dtype=torch.float32, pin_memory=packet.norms.is_cuda)
-    norms.copy_(packet.norms, non_blocking=True)
+    copy(norms, packet.norms)
 
     def receive() -> None:
         if is_first:

@@ -15,6 +15,7 @@ from megatrain.plan.placement import Place
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
+from megatrain.transport.hops import Hops, copy_
 
 
 class SerialStream:
@@ -26,6 +27,7 @@ class SerialStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.hops = Hops()
         self.counters = Counters()
 
     def acquire(self, home: Home) -> torch.Tensor:
@@ -47,17 +49,19 @@ class SerialStream:
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Bring a pass's gradients home."""
         home.updated.wait()
-        receive = land(home, packet)
+        receive = land(home, packet, copy_)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         receive()
         self.counters.drain(packet.num_bytes)
 
-    def send(self, tensor: torch.Tensor, host: torch.Tensor) -> Fence:
+    def send(self, tensor: torch.Tensor, host: torch.Tensor, name: str) -> Fence:
+        del name
         host.copy_(tensor)
         return Fence.done()
 
-    def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
+    def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence, name: str) -> Fence:
+        del name
         sent.wait()
         tensor.copy_(host)
         return Fence.done()

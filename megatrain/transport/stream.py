@@ -28,11 +28,12 @@ import torch
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
-from megatrain.plan.placement import DISK_TIER, Place
+from megatrain.plan.placement import DISK_TIER, HBM_TIER, Place
 from megatrain.store.home import Home
 from megatrain.transport.counters import Counters
 from megatrain.transport.disk import DiskWindow, WeightReader
 from megatrain.transport.drain import GradientPacket, land
+from megatrain.transport.hops import Hops, copy_, working_on
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
 from megatrain.transport.ring import Loan, SlabRing
@@ -49,6 +50,7 @@ class LaneStream:
             their gradients in slabs of their own.
         window, reader: of states and weights on disk, where there are any. The window is the `disk update` lane's.
         resident: the home that is updated as the others are, but never acquired.
+        verifies: compare check sums of whatever is copied (`transport/hops.py`).
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class LaneStream:
         window: DiskWindow | None = None,
         reader: WeightReader | None = None,
         resident: Home | None = None,
+        verifies: bool = False,
     ) -> None:
         self.device = device
+        self.hops = Hops(verifies=verifies)
         self.window = window
         self.counters = Counters()
         self.predictor: Predictor[Home] = Predictor()
@@ -189,21 +193,21 @@ class LaneStream:
         self._drains.append((fence, packet))
         self.counters.drain(packet.num_bytes)
 
-    def send(self, tensor: torch.Tensor, host: torch.Tensor) -> Fence:
-        """Copy an activation to the host, behind the caller's work so far."""
+    def send(self, tensor: torch.Tensor, host: torch.Tensor, name: str) -> Fence:
+        """Copy an activation to the host, behind the caller's work so far. name: of its layer."""
 
         def copy() -> None:
-            host.copy_(tensor, non_blocking=True)
+            self.hops.send(tensor, host, name)
             if self._d2h.stream is not None:
                 # The copy goes on after this work is done with the tensor: its memory must not be given away yet.
                 tensor.record_stream(self._d2h.stream)
 
         return self._d2h.submit(copy, after=(Fence.on_current_stream(self.device),))
 
-    def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence) -> Fence:
+    def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence, name: str) -> Fence:
         """Copy an activation back into `tensor`, whose memory the caller's stream may still be reading for others."""
         computed = Fence.on_current_stream(self.device)
-        return self._h2d.submit(lambda: tensor.copy_(host, non_blocking=True), after=(computed, sent))
+        return self._h2d.submit(lambda: self.hops.bring(host, tensor, name), after=(computed, sent))
 
     def update(self, home: Home, work: Callable[[], None]) -> None:
         """Queue an update of `home`, where it is updated, behind its gradients and its last update. From now on
@@ -218,10 +222,17 @@ class LaneStream:
             lane = self._disk_update
         assert lane is not None
         before, fence = (home.updated, home.grads.used), Fence()
+        version = home.version
+
+        def update() -> None:
+            with working_on(self.hops, home):
+                work()
+            self.hops.sign(home, version)
+
         try:
             # A reader that comes between sees the old fence or the new one, never a home without either.
             home.updated = home.grads.used = fence
-            lane.submit(work, after=after, fence=fence)
+            lane.submit(update, after=after, fence=fence)
         except BaseException:
             # An interrupt does not tell whether it is queued. When the lane has nothing left, it is done or never was.
             with contextlib.suppress(Exception):
@@ -236,6 +247,7 @@ class LaneStream:
     def rest(self) -> None:
         """All updates of a step are queued: behind them, their writes are waited for and the next states read ahead."""
         if self.window is not None and self._disk_update is not None:
+            self.window.end_step()
             self._disk_update.submit_last(self.window.rest)
 
     def flush(self) -> None:
@@ -318,19 +330,25 @@ class LaneStream:
             return None
         if slot.home is not None:
             slot.free()
-        target, is_wanted = slot.buffer[: home.wire.numel()], slot.claim()
+        target, is_wanted, version = slot.buffer[: home.wire.numel()], slot.claim(), home.version
 
-        def copy(source: torch.Tensor) -> None:
+        def copy_from(loan: Loan) -> None:
+            assert loan.slab is not None
             if is_wanted():
-                target.copy_(source, non_blocking=True)
+                what = f"weights of {home.name} on their way to the device"
+                self.hops.move(target, loan.slab[: target.numel()], what)
+
+        def copy() -> None:
+            if is_wanted():
+                self.hops.fill(home, version, target)
 
         if home.place.weights == DISK_TIER:
             assert self._reader is not None
             loan, arrived = self._reader.read(home)
-            filled = self._h2d.submit(lambda: copy(loan.slab[: target.numel()]), after=(slot.used, arrived))
+            filled = self._h2d.submit(lambda: copy_from(loan), after=(slot.used, arrived))
             self._reader.slots.take_back(home, filled)
         else:
-            filled = self._h2d.submit(lambda: copy(home.wire), after=(slot.used, home.updated))
+            filled = self._h2d.submit(copy, after=(slot.used, home.updated))
         slot.fill(home, filled)
         self.counters.transfer(home.wire.numel())
         return slot
@@ -338,7 +356,9 @@ class LaneStream:
     def _land(self, home: Home, packet: GradientPacket, ring: SlabRing | None, loan: Loan | None) -> None:
         if ring is not None and loan is not None:
             home.grads.borrow(ring.take(loan, self._d2h.stream), packet.layout)
-        receive = land(home, packet)
+        what = f"gradients of {home.name} on their way home"
+        stays = home.place.gradients == HBM_TIER
+        receive = land(home, packet, copy_ if stays else lambda to, source: self.hops.move(to, source, what))
         if self._d2h.stream is not None:
             self._d2h.stream.synchronize()
         receive()
