@@ -88,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--moments-on-disk", type=int, default=0, help="of so many blocks, the last ones")
     parser.add_argument("--moments", default="fp32", choices=("fp32", "bf16", "8bit", "4bit", "lossless"))
     parser.add_argument("--master", choices=("split", "bf16"))
+    parser.add_argument("--verify-transfers", action="store_true", help="check sums of all that is copied")
     parser.add_argument("--clip", default="global", choices=("global", "layer"))
     parser.add_argument("--replan", action="store_true", help="let the run change homes and slots after five steps")
     return parser.parse_args()
@@ -104,6 +105,7 @@ def initialise(args: argparse.Namespace) -> None:
         clip=args.clip,
         hbm_home_gb=args.hbm_home_gb,
         replan=args.replan,
+        verify_transfers=args.verify_transfers,
     )
 
 
@@ -154,6 +156,8 @@ def main() -> None:
         "last_update_seconds": round(last_update, 3),
         "stall_seconds_per_step": stalls,
         "weights_stall_percent": round(share, 2),
+        "num_checks": mt.stats(model)["num_checks"],
+        "num_mismatches": mt.stats(model)["num_mismatches"],
         "homes": dict(Counter(str(home.place) for home in engine.homes)),
         "home_bytes_per_parameter": round(_home_bytes(engine, optimizer), 3),
     }

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from flipping import flipping
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -260,6 +261,27 @@ def check_compiled() -> str:
     return "" if worst < 0.05 and graphs <= 4 else f"relative difference {worst:.3f}, {graphs} graphs"
 
 
+def check_verified() -> str:
+    """verify_transfers: bit-equal to off, also where one bit flips on each kind of way."""
+    options = StreamOptions(places={"model.layers.1": "stream"}, activation_bytes=0)
+    truth = trained(llama, "bf16", options)
+    for what in (
+        "no hop",
+        "weights of model.layers.2 on their way to the device",
+        "gradients of model.layers.2 on their way home",
+        "an input of model.layers.2 on its way to host memory",
+        "an input of model.layers.2 on its way back to the device",
+        "states of model.layers.1 on their way to the device",
+        "updated states of model.layers.1 on their way home",
+    ):
+        with flipping(what) as done:
+            state = trained(llama, "bf16", options, verify_transfers=True)
+        different = [name for name in truth if not torch.equal(truth[name], state[name])]
+        if different or done != [what] * (what != "no hop"):
+            return f"{what}: flipped {done}, {len(different)} weights and moments differ: {different[:3]}"
+    return ""
+
+
 def run_correctness() -> bool:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -278,6 +300,7 @@ def run_correctness() -> bool:
         "places split, 8bit, clip by layer": lambda: check_places("bf16", optimizer_compression="8bit", clip="layer"),
         "homes moved at a step boundary": lambda: check_moved(optimizer_compression="8bit"),
         "homes moved at a step boundary, clip by layer": lambda: check_moved(clip="layer"),
+        "verify_transfers": check_verified,
         "compiled llama bf16": check_compiled,
     }
     failed = False

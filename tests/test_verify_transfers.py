@@ -21,8 +21,8 @@ from update_training import assert_same, batches, result, start, train
 import megatrain as mt
 from megatrain.base import faults
 from megatrain.base.config import StreamOptions
-from megatrain.base.errors import CorruptionError
-from megatrain.base.faults import NUM_RETRIES
+from megatrain.base.errors import ChangedInTransitError, CorruptionError, DiskError
+from megatrain.base.faults import NUM_RETRIES, may_pass
 from megatrain.execute.engine import engine_of
 from megatrain.optim.base import HomeOptimizer
 from megatrain.plan.placement import Place
@@ -247,6 +247,18 @@ def test_a_bit_that_flips_on_disk_is_read_again(
     assert_same(result(model, optimizer), truth)
 
 
+def test_a_run_says_that_it_checks_and_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    Faulty(f"gradients of {LAYER} on their way home", flip, 2).install(monkeypatch)
+    model, optimizer = prepared(tmp_path)
+    said: list[str] = []
+    engine_of(model).report._say = said.append
+    train(model, optimizer, batches(5))
+    assert capsys.readouterr().out.splitlines()[-1].endswith(", transfers checked")
+    assert said[0].endswith(", 2 transfers made again, 2 of which arrived changed")
+
+
 # Nothing else changes
 
 
@@ -349,7 +361,6 @@ def test_a_copy_that_fails_for_a_while_is_made_again(
     [
         (OSError(5, "Input/output error"), NUM_RETRIES + 1),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), 1),
-        (torch.OutOfMemoryError("out of memory"), 1),
         (ValueError("a mistake"), 1),
     ],
 )
@@ -364,6 +375,13 @@ def test_a_copy_that_fails_for_good_ends_the_run(
         finished(model, optimizer)
         engine_of(model).wait()
     assert faulty.num_spoilt == num_tries
+
+
+def test_what_never_passes_is_tried_once() -> None:
+    passing = [OSError(5, "Input/output error"), RuntimeError("the link is down"), ChangedInTransitError("weights")]
+    lasting = [torch.OutOfMemoryError("memory"), torch.AcceleratorError("CUDA error: illegal address")]
+    lasting += [RuntimeError("CUDA error: illegal address"), CorruptionError("weights"), DiskError("after retries")]
+    assert all(map(may_pass, passing)) and not any(map(may_pass, lasting))
 
 
 def test_a_setting_that_is_none_is_refused() -> None:

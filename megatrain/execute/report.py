@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from megatrain.base.units import format_bytes
+from megatrain.base.units import format_bytes, format_number
 from megatrain.plan.calibrate import Measured
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.planner import Plan
@@ -127,8 +127,16 @@ class RunReport:
             for tier, num_bytes in measured.items()
             if num_bytes or planned.get(tier)
         ]
+        parts += self._faults()
         head = "measured" if plan is None else f"predicted ({plan.machine.source}) -> measured"
         return f"megatrain: {head}, {workload.num_sequences} x {workload.length} tokens a step: {', '.join(parts)}"
+
+    def _faults(self) -> list[str]:
+        """What went wrong on the way between device, host and disk, if anything did."""
+        counts, disk = self._engine.transport.hops.counts, self._engine.memory.disk
+        num_retries = counts.num_retries + (0 if disk is None else int(disk.stats()["disk_num_retries"]))
+        changed = f", {counts.num_mismatches} of which arrived changed" if counts.num_mismatches else ""
+        return [f"{format_number(num_retries, 'transfer')} made again{changed}"] if num_retries else []
 
     def _workload_seen(self) -> Workload | None:
         if not self._seen:

@@ -123,10 +123,10 @@ class Hops:
     def fetch(self, home: Home, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on the device of weights of a home, all or some, that is over when it returns."""
         what = f"weights of {home.name} on their way to the device"
-        target = torch.empty_like(source, device=device)
         if home.place.is_resident:
-            target.copy_(source)
-        elif source is home.wire:
+            return source.to(device, copy=True)
+        target = torch.empty_like(source, device=device)
+        if source is home.wire:
             self.fill(home, home.version, target)
         else:
             self.move(target, source, what)
