@@ -156,8 +156,7 @@ def main() -> None:
         "last_update_seconds": round(last_update, 3),
         "stall_seconds_per_step": stalls,
         "weights_stall_percent": round(share, 2),
-        "num_checks": mt.stats(model)["num_checks"],
-        "num_mismatches": mt.stats(model)["num_mismatches"],
+        "num_checks": engine.transport.hops.counts.num_checks,
         "homes": dict(Counter(str(home.place) for home in engine.homes)),
         "home_bytes_per_parameter": round(_home_bytes(engine, optimizer), 3),
     }

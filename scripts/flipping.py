@@ -17,7 +17,7 @@ NUMBER = 3
 
 @contextlib.contextmanager
 def flipping(what: str) -> Iterator[list[str]]:
-    """One copy of this hop (as messages name it) arrives with a flipped bit. Yields what was done: nothing, or `what`."""
+    """One copy of this hop, as messages name it, arrives with a flipped bit. Yields a list: empty, then of `what`."""
     copy, retried, now, seen, done = hops.copy_, hops.retried, threading.local(), [], []
 
     def named(work: Callable[[], Any], hop: str, counts: Any) -> Any:

@@ -109,7 +109,12 @@ def test_nothing_of_a_failed_try_is_there_when_the_next_begins(at: int, monkeypa
     engine = engine_of(model)
     seen: list[weakref.ref[torch.Tensor]] = []
     plain = engine.activations.keep
-    monkeypatch.setattr(engine.activations, "keep", lambda tensor: (seen.append(weakref.ref(tensor)), plain(tensor))[1])
+
+    def keep(tensor: torch.Tensor, name: str) -> object:
+        seen.append(weakref.ref(tensor))
+        return plain(tensor, name)
+
+    monkeypatch.setattr(engine.activations, "keep", keep)
     left: list[tuple[int, int]] = []
     reduce = engine.activations.reduce
 

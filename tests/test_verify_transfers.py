@@ -294,6 +294,23 @@ def test_checks_change_no_bit(settings: str, options: str, tmp_path: Path, caplo
     assert warnings_of(caplog, "none at all") == 0
 
 
+def train_and_write(model: nn.Module, optimizer: HomeOptimizer) -> None:
+    many, held = batches(8), []
+    parameter = model.get_parameter(f"{LAYER}.mlp.up_proj.weight")
+    for step in range(8):
+        train(model, optimizer, [next(many)])
+        if step in (3, 4):
+            held.append(optimizer.state[parameter]["exp_avg"])
+        for moment in held:
+            moment.mul_(0.5)
+        if step == 5:
+            held.clear()
+            with torch.no_grad():
+                parameter.mul_(0.9)
+            with optimizer.ema_weights():
+                model(**next(batches(1))[0])
+
+
 @pytest.mark.parametrize("places", [None, "disk", {LAYER: Place(weights="disk", moments="disk")}])
 def test_what_others_write_is_no_fault(places: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Into weights, into states, into views that they hold for some steps; averages in place of weights."""
@@ -301,23 +318,7 @@ def test_what_others_write_is_no_fault(places: Any, tmp_path: Path, caplog: pyte
     for options, verifies in ((StreamOptions(serial=True, places=places), False), (StreamOptions(places=places), True)):
         numbers = {"ema_decay": 0.9}
         model, optimizer = start(options, offload_dir=tmp_path, verify_transfers=verifies, numbers=numbers)
-        closed_later(model)
-        many = batches(8)
-        held: list[Any] = []
-        for step in range(8):
-            train(model, optimizer, [next(many)])
-            parameter = model.get_parameter(f"{LAYER}.mlp.up_proj.weight")
-            if step in (3, 4):
-                held.append(optimizer.state[parameter]["exp_avg"])
-            for moment in held if step < 6 else ():
-                moment.mul_(0.5)
-            if step == 5:
-                with torch.no_grad():
-                    parameter.mul_(0.9)
-                with optimizer.ema_weights():
-                    model(**next(batches(1))[0])
-            if step == 6:
-                held.clear()
+        train_and_write(closed_later(model), optimizer)
         states.append(result(model, optimizer))
     assert_same(*states)
     assert mt.stats(model)["num_mismatches"] == 0 and warnings_of(caplog, "none at all") == 0
