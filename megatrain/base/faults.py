@@ -63,9 +63,10 @@ def retried(work: Callable[[], Result], what: str, counts: FaultCounts) -> Resul
         except Exception as error:
             if not may_pass(error):
                 raise
-            reason = one_line(error)
+            is_changed = isinstance(error, ChangedInTransitError)
+            outcome = "arrived changed" if is_changed else f"failed ({one_line(error)})"
         counts.retry()
-        logger.warning("%s failed (%s): tried again, %d of %d", what, reason, number, NUM_RETRIES)
+        logger.warning("%s %s: tried again, %d of %d", what, outcome, number, NUM_RETRIES)
         time.sleep(FIRST_PAUSE_SECONDS * 2 ** (number - 1))
     return work()
 
