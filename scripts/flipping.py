@@ -38,3 +38,26 @@ def flipping(what: str) -> Iterator[list[str]]:
         yield done
     finally:
         hops.retried, hops.copy_ = retried, copy
+
+
+WAYS = (
+    "no hop",
+    "weights of model.layers.2 on their way to the device",
+    "gradients of model.layers.2 on their way home",
+    "an input of model.layers.2 on its way to host memory",
+    "an input of model.layers.2 on its way back to the device",
+    "states of model.layers.1 on their way to the device",
+    "updated states of model.layers.1 on their way home",
+)
+
+
+def check_flips(train: Callable[[bool], dict[str, torch.Tensor]]) -> str:
+    """What is wrong, if anything. train: gives all states of a run, with or without checks, that has all the ways."""
+    truth = train(False)
+    for what in WAYS:
+        with flipping(what) as done:
+            state = train(True)
+        different = [name for name in truth if not torch.equal(truth[name], state[name])]
+        if different or done != [what] * (what != "no hop"):
+            return f"{what}: flipped {done}, {len(different)} weights and moments differ: {different[:3]}"
+    return ""

@@ -22,15 +22,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from flipping import flipping
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from flipping import check_flips
+from gpu_models import gemma, llama, mixtral
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
 from megatrain.api import stream
@@ -63,30 +57,6 @@ FIGURES = {
     "7B-4bit-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments",
                      "4bit", "--moments-on-disk", "28", "--offload-dir", OFFLOAD_DIR],
 }  # fmt: skip
-
-
-def llama(dropout: float = 0.0) -> torch.nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8,
-                    num_key_value_heads=4, vocab_size=1000, attention_dropout=dropout, attn_implementation="eager")
-    )  # fmt: skip
-
-
-def gemma() -> torch.nn.Module:
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
-                         head_dim=32,
-                         num_key_value_heads=2, vocab_size=500, sliding_window=16, tie_word_embeddings=False,
-                         attn_implementation="eager")
-    )  # fmt: skip
-
-
-def mixtral() -> torch.nn.Module:
-    return MixtralForCausalLM(
-        MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-                      num_key_value_heads=2, vocab_size=500, num_local_experts=4, output_router_logits=True,
-                      attn_implementation="eager")
-    )  # fmt: skip
 
 
 def batches(vocabulary: int, lengths: tuple[int, ...] = (70, 120, 96, 33)) -> list[dict[str, torch.Tensor]]:
@@ -264,22 +234,7 @@ def check_compiled() -> str:
 def check_verified() -> str:
     """verify_transfers: bit-equal to off, also where one bit flips on each kind of way."""
     options = StreamOptions(places={"model.layers.1": "stream"}, activation_bytes=0)
-    truth = trained(llama, "bf16", options)
-    for what in (
-        "no hop",
-        "weights of model.layers.2 on their way to the device",
-        "gradients of model.layers.2 on their way home",
-        "an input of model.layers.2 on its way to host memory",
-        "an input of model.layers.2 on its way back to the device",
-        "states of model.layers.1 on their way to the device",
-        "updated states of model.layers.1 on their way home",
-    ):
-        with flipping(what) as done:
-            state = trained(llama, "bf16", options, verify_transfers=True)
-        different = [name for name in truth if not torch.equal(truth[name], state[name])]
-        if different or done != [what] * (what != "no hop"):
-            return f"{what}: flipped {done}, {len(different)} weights and moments differ: {different[:3]}"
-    return ""
+    return check_flips(lambda verifies: trained(llama, "bf16", options, verify_transfers=verifies))
 
 
 def run_correctness() -> bool:

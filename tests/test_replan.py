@@ -176,7 +176,7 @@ def test_a_change_without_room_is_undone_whole(monkeypatch: pytest.MonkeyPatch) 
     last = engine.homes[2]
     whole = last.prepare_move
 
-    def refuse(place: object) -> Callable[[], None]:
+    def refuse(*_: object) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")
 
     monkeypatch.setattr(last, "prepare_move", refuse)

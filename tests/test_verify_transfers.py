@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import closed_later
+from copy_faults import Faulty, broken, flip
 from torch import nn
 from update_training import assert_same, batches, result, start, train
 
@@ -25,7 +26,7 @@ from megatrain.base.errors import ChangedInTransitError, CorruptionError, DiskEr
 from megatrain.base.faults import NUM_RETRIES, may_pass
 from megatrain.execute.engine import engine_of
 from megatrain.optim.base import HomeOptimizer
-from megatrain.plan.placement import Place
+from megatrain.plan.placement import CPU, HBM, Place
 from megatrain.store.disk_calls import DiskCalls
 from megatrain.transport import hops
 
@@ -49,55 +50,6 @@ HOPS = {
     "weights of model.layers.2 on their way to the device": {"places": {"model.layers.2": "disk"}},
 }
 """A hop of a layer -> options of a stream that has it."""
-
-
-class Faulty:
-    """Copies of one hop that go wrong: the first `num_times` from its `number`-th on (-1: all).
-
-    spoil: what happens instead of, or to, a copy; of (target, source).
-    """
-
-    def __init__(self, what: str, spoil: Callable[[torch.Tensor, torch.Tensor], None], num_times: int) -> None:
-        self.what, self.num_times, self.number = what, num_times, 3
-        self.num_copies = self.num_spoilt = 0
-        self._spoil, self._now = spoil, threading.local()
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        copy, retried = hops.copy_, hops.retried
-
-        def named(work: Callable, what: str, *args: Any) -> Any:
-            self._now.what = what
-            return retried(work, what, *args)
-
-        def spoilt(target: torch.Tensor, source: torch.Tensor) -> None:
-            if self._is_due():
-                self._spoil(target, source)
-            else:
-                copy(target, source)
-
-        monkeypatch.setattr(hops, "retried", named)
-        monkeypatch.setattr(hops, "copy_", spoilt)
-
-    def _is_due(self) -> bool:
-        if self._now.what != self.what:
-            return False
-        self.num_copies += 1
-        is_due = self.num_copies >= self.number and self.num_spoilt != self.num_times
-        self.num_spoilt += is_due
-        return is_due
-
-
-def flip(target: torch.Tensor, source: torch.Tensor) -> None:
-    """One bit of the exponent of a number in the middle."""
-    target.copy_(source)
-    target.view(-1).view(torch.uint8)[target.nbytes // 8 * 4 + 3] ^= 0x40
-
-
-def broken(error: Exception) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    def fail(*_: torch.Tensor) -> None:
-        raise error
-
-    return fail
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +118,23 @@ def test_bits_that_flip_every_time_end_the_run(what: str, tmp_path: Path, monkey
         finished(model, optimizer)
         engine_of(model).wait()
     assert faulty.num_spoilt >= NUM_RETRIES + 1
+
+
+@pytest.mark.parametrize("part", ["weights", "states"])
+def test_a_home_that_moves_arrives_whole(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth = the_truth()
+    faulty = Faulty(f"{part} of {LAYER} on their way to another tier", flip, 1)
+    faulty.number = {"weights": 3, "states": 2}[part]  # of weights, on the way back
+    faulty.install(monkeypatch)
+    model, optimizer = prepared(tmp_path)
+    engine, many = engine_of(model), batches(NUM_STEPS)
+    for place in (CPU, HBM, CPU):
+        engine.mover.move([place if home.name == LAYER else home.place for home in engine.homes])
+        train(model, optimizer, [next(many)])
+    assert_same(result(model, optimizer), truth)
+    assert faulty.num_spoilt == mt.stats(model)["num_mismatches"] == warnings_of(caplog, faulty.what) == 1
 
 
 def test_weights_that_change_in_host_memory_are_named_and_not_tried_again(tmp_path: Path) -> None:

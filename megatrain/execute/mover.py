@@ -11,6 +11,7 @@ CPU updates. A moved home keeps memory of its own for its gradients, outside of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +23,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.units import format_bytes
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, PARTS, RAM, Place
 from megatrain.store.home import Home
+from megatrain.transport.hops import working_on
 
 if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
@@ -105,10 +107,12 @@ class HomeMover:
         if leaves and any(keeper.has_lent_on_device for keeper in self.keepers):
             raise UserError(f"{home.name} cannot leave the device: somebody may hold a view of optimizer states there")
         engine.transport.quiesce()
-        with torch.inference_mode(False), torch.no_grad():
+        hops = engine.transport.hops
+        copy = functools.partial(hops.move, what=f"weights of {home.name} on their way to another tier")
+        with torch.inference_mode(False), torch.no_grad(), working_on(hops, home):
             engine.transport.prepare_move(home, place)
             # The home comes last: the others look where it is.
-            parts = [*(keeper.prepare_move(home, place) for keeper in self.keepers), home.prepare_move(place)]
+            parts = [*(keeper.prepare_move(home, place) for keeper in self.keepers), home.prepare_move(place, copy)]
         engine.transport.quiesce()
         try:
             _take_over(parts)

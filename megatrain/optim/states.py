@@ -27,6 +27,7 @@ from megatrain.store.home import Home
 from megatrain.store.lending import Lending
 from megatrain.store.lossless import LosslessMoment
 from megatrain.store.tier import PAGE_BYTES, round_up
+from megatrain.transport.hops import hops_at_hand
 
 State = dict[str, Any]
 
@@ -82,9 +83,11 @@ def copied_states(home: Home, own: Mapping[HomeParameter, State], place: Place) 
     named = [(parameter, name) for parameter, state in own.items() for name in state if name != "step"]
     tensors = [own[parameter][name] for parameter, name in named]
     flat = _block(home, place, [(tensor.dtype, tensor.numel()) for tensor in tensors])
+    hops, _ = hops_at_hand()
     copies: dict[HomeParameter, State] = {parameter: {} for parameter in own}
     for (parameter, name), tensor, copy in zip(named, tensors, flat, strict=True):
-        copies[parameter][name] = copy.view(tensor.shape).copy_(tensor)
+        copies[parameter][name] = copy.view(tensor.shape)
+        hops.move(copy, tensor.view(-1), f"states of {home.name} on their way to another tier")
     return copies
 
 

@@ -20,6 +20,9 @@ from megatrain.store.lending import Lending
 from megatrain.store.masters import join, split_
 from megatrain.store.tier import Tier
 
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+"""Of (target, source), which may return before it is over."""
+
 
 class Home:
     """The weights of one streamed layer (or of several that share a parameter), and their gradients.
@@ -146,15 +149,15 @@ class Home:
         else:
             self.weights(field).copy_(value.detach())
 
-    def prepare_move(self, place: Place) -> Callable[[], None]:
+    def prepare_move(self, place: Place, copy: Copy) -> Callable[[], None]:
         """Copies weights and low halves to where `place` has them. What is returned takes the copies over, and may be
         called again after an interrupt; gradients go to their new tier from then on.
 
         Nobody else is at the home between the two, it holds no gradients, and nothing of it is lent. On a device the
         caller waits for the copies. Raises UserError or torch.OutOfMemoryError where there is no room.
         """
-        wire = self._copy(self.wire, "weights", place, pinned=True)
-        low = self._copy(self.low, "low", place, pinned=place.is_staged)
+        wire = self._copied(self.wire, "weights", place, copy, pinned=True)
+        low = self._copied(self.low, "low", place, copy, pinned=place.is_staged)
 
         def take_over() -> None:
             self.wire, self.low, self.place = wire, low, place
@@ -162,11 +165,14 @@ class Home:
 
         return take_over
 
-    def _copy(self, tensor: torch.Tensor, part: str, place: Place, *, pinned: bool) -> torch.Tensor:
+    def _copied(self, tensor: torch.Tensor, part: str, place: Place, copy: Copy, *, pinned: bool) -> torch.Tensor:
         """`tensor` itself where it may stay."""
         if not self.place.is_apart(part, place):
             return tensor
-        return self.tiers[place.tiers[part]].empty(tensor.nbytes, pinned=pinned).view(tensor.dtype).copy_(tensor)
+        owner = f"{part} of {self.name}"
+        target = self.tiers[place.tiers[part]].empty(tensor.nbytes, pinned=pinned, owner=owner).view(tensor.dtype)
+        copy(target, tensor)
+        return target
 
     def settle(self) -> None:
         """Until what was written to disk can be read where it is mapped."""
