@@ -89,6 +89,7 @@ def read_exact(model: nn.Module, engine: Engine, folder: Path) -> None:
             if name not in halves:
                 continue
             if field.is_split:
+                home.expose()
                 home.low_half(field).copy_(halves[name])
             elif field.dtype == torch.float32:
                 rounded = home.read(field).to(torch.bfloat16)
