@@ -85,17 +85,14 @@ def init(
         grad_dtype: of gradients on their way home, after their sum in fp32: "fp32", "bf16", or None: as the weights.
         clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
             backward; none is kept; `max_norm` goes to the optimizer).
-        hbm_home_gb: device memory for layers that live and are updated there; None: as the plan for the workload says,
-            or a fifth of what is free.
+        hbm_home_gb: device memory for layers that live there; None: as the plan says, or a fifth of what is free.
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
             for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
-        replan: False: on a GPU a run does not change, once, after its first steps, where homes live and how many slots
-            there are, where the planner with measured rates predicts that it pays (no result depends on it).
+        replan: False: on a GPU a run does not change after its first steps where homes live and how many slots there are.
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
         on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
-        verify_transfers: check sums of what goes between device, host and disk: what arrives changed is named and sent
-            again, what stays changed ends the run. See docs/reliability.md.
+        verify_transfers: check sums of what is moved: what arrives changed is sent again (docs/reliability.md).
 
     Raises UserError for a setting that cannot work.
     """
