@@ -2,16 +2,17 @@
 
     python benchmarks/soak.py --minutes 60
 
-A round draws a setting (precision, moments, tiers), trains a tiny Llama in peace, then again with faults at random
-moments: kill -9, SIGTERM, a bit flipped in the newest checkpoint. What is left goes on each time. The weights at the
-end must be those of the run in peace, bit for bit, and nothing may be left beside checkpoints. Exit code 1 if a bit
-was lost.
+A round draws a setting (precision, moments, clipping), trains a tiny Llama in peace, then again with faults at random
+moments: kill -9, SIGTERM, a bit flipped in the newest checkpoint, a disk that is full while a checkpoint is written.
+What is left goes on each time, from other tiers and budgets than before. The weights at the end must be those of the
+run in peace, bit for bit, and nothing may be left beside checkpoints. Exit code 1 if a bit was lost.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -31,50 +32,72 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import megatrain as mt
 from megatrain.save.checkpoints import checkpoints_in
+from megatrain.save.tensor_files import Shards
 
 NUM_STEPS, SAVE_STEPS = 12, 2
 MAX_FAULTS = 4
-FLIP_SHARE, TERM_SHARE = 0.3, 0.3
+FLIP_SHARE, TERM_SHARE, FULL_SHARE = 0.3, 0.3, 0.3
 TIMEOUT_SECONDS = 120
 
 servers = multiprocessing.get_context("forkserver")
 
 
 def drawn_setting(draws: random.Random) -> dict[str, Any]:
-    """Keywords of mt.init."""
+    """Keywords of mt.init that bits depend on."""
     setting: dict[str, Any] = {"device": "cpu", "precision": draws.choice(("fp32", "bf16"))}
     setting["optimizer_compression"] = draws.choice((False, "8bit", "4bit", "lossless"))
     setting["clip"] = draws.choice(("global", "layer"))
-    if draws.random() < 0.5:
-        setting |= {"max_ram_gb": draws.choice((4e-5, 2e-4)), "offload_dir": "homes"}
     return setting
 
 
-def work(folder: Path, setting: dict[str, Any]) -> None:
+def drawn_places(draws: random.Random) -> dict[str, Any]:
+    """Keywords of mt.init that no bit depends on: each start has its own."""
+    places: dict[str, Any] = {"save_in_background": draws.random() < 0.7}
+    if draws.random() < 0.5:
+        places |= {"max_ram_gb": draws.choice((4e-5, 2e-4)), "offload_dir": "homes"}
+    return places
+
+
+def fill_the_disk(at: int) -> None:
+    """For the layer of that number that is written from now on."""
+    write, num_written = Shards.write_group, 0
+
+    def write_group(shards: Shards, tensors: Any) -> None:
+        nonlocal num_written
+        num_written += 1
+        if num_written == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(shards, tensors)
+
+    Shards.write_group = write_group
+
+
+def work(folder: Path, setting: dict[str, Any], full_at: int | None) -> None:
     """In a child: the run, or the rest of it."""
     os.chdir(folder)
     torch.set_num_threads(1)
-    with Path(os.devnull).open("w") as nothing:
-        sys.stdout = sys.stderr = nothing
-        mt.init(**setting)
-        torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-                             num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.2)  # fmt: skip
-        ids = torch.randint(0, 64, (40, 9), generator=torch.Generator().manual_seed(1))
-        arguments = TrainingArguments(
-            output_dir="run", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=3,
-            max_steps=NUM_STEPS, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1,
-            report_to=[], disable_tqdm=True, save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=3,
-        )  # fmt: skip
-        data = [{"input_ids": row, "labels": row} for row in ids]
-        trainer = mt.Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
-        trainer.train(resume_from_checkpoint=bool(checkpoints_in(Path("run"))))
-        trainer.save_model("final")
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as anything may write
+    mt.init(**setting)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                         num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.2)  # fmt: skip
+    ids = torch.randint(0, 64, (40, 9), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir="run", use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        max_steps=NUM_STEPS, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, logging_steps=1,
+        report_to=[], disable_tqdm=True, save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=3,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = mt.Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
+    if full_at is not None:
+        fill_the_disk(full_at)
+    trainer.train(resume_from_checkpoint=bool(checkpoints_in(Path("run"))))
+    trainer.save_model("final")
 
 
-def start(folder: Path, setting: dict[str, Any]) -> Any:
+def start(folder: Path, setting: dict[str, Any], full_at: int | None = None) -> Any:
     folder.mkdir(exist_ok=True)
-    process = servers.Process(target=work, args=(folder, setting))
+    process = servers.Process(target=work, args=(folder, setting, full_at))
     process.start()
     return process
 
@@ -102,7 +125,9 @@ def flip_a_bit(folder: Path, draws: random.Random) -> bool:
 def with_faults(folder: Path, setting: dict[str, Any], seconds: float, draws: random.Random, counts: Counter) -> None:
     """The run to its end. seconds: that it takes in peace."""
     for _ in range(draws.randint(1, MAX_FAULTS)):
-        process = start(folder, setting)
+        full_at = draws.randint(1, 60) if draws.random() < FULL_SHARE else None
+        counts["full disks"] += full_at is not None
+        process = start(folder, setting | drawn_places(draws), full_at)
         process.join(draws.random() * seconds)
         number = signal.SIGTERM if draws.random() < TERM_SHARE else signal.SIGKILL
         if process.exitcode is None:
@@ -111,11 +136,12 @@ def with_faults(folder: Path, setting: dict[str, Any], seconds: float, draws: ra
             counts[number.name] += 1
         code = finish(process)
         # Before the run listens, SIGTERM does what it always did.
-        if code not in (0, -signal.SIGKILL, -signal.SIGTERM):
+        is_full = code == 1 and full_at is not None  # a full disk at the last word: what a signal or the end saves
+        if code not in (0, -signal.SIGKILL, -signal.SIGTERM) and not is_full:
             raise SystemExit(f"a run ended with {code}: {setting}")
         if draws.random() < FLIP_SHARE:
             counts["bits flipped"] += flip_a_bit(folder, draws)
-    if finish(start(folder, setting)) != 0:
+    if finish(start(folder, setting | drawn_places(draws))) != 0:
         raise SystemExit(f"what was left cannot be gone on from: {setting}")
 
 

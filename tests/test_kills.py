@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,8 +55,10 @@ def train_and_save(folder: Path, settings: dict[str, Any], kill_at: int | None, 
         train_dataset=rows(),
     )
     sys.setprofile(profile)
+    threading.setprofile(profile)  # of those that write checkpoints
     trainer.train(resume_from_checkpoint=bool(checkpoints_in(folder / "run")))
     trainer.save_model(str(folder / "final"))
+    threading.setprofile(None)
     sys.setprofile(None)
     counted.value = count
 
