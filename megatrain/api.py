@@ -89,7 +89,7 @@ def init(
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
             for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
         defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
-        replan: False: on a GPU a run does not change after its first steps where homes live and how many slots there are.
+        replan: False: on a GPU a run does not change after its first steps where homes live and how many slots it has.
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
         on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
         verify_transfers: check sums of what is moved: what arrives changed is sent again (docs/reliability.md).
