@@ -13,17 +13,20 @@ from pathlib import Path
 
 from megatrain.base.units import format_bytes
 from megatrain.execute.report import say_on_a_line_of_its_own
+from megatrain.plan.planner import Plan
 from megatrain.save.pause import PauseMeter, predicted_pause
 from megatrain.save.saving import Saving
 
 logger = logging.getLogger("megatrain")
+
+WORTH_SAYING_SECONDS = 1.0
 
 
 class BackgroundSaves:
     """
     Args:
         bytes_per_second: at which this machine's profile says that files are written; None: not known.
-        clip: of the engine. on_error: "warn" or "stop".
+        clip: of the engine. on_error: "warn" or "stop". is_behind: checkpoints are written beside steps.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class BackgroundSaves:
         bytes_per_second: float | None,
         clip: str,
         on_error: str,
+        is_behind: bool = True,
         say: Callable[[str], None] = say_on_a_line_of_its_own,
     ) -> None:
         self._rate, self._clip, self._on_error, self._say = bytes_per_second, clip, on_error, say
+        self._is_behind = is_behind
         self.meter = PauseMeter()
         self._saving: Saving | None = None
         self._target = Path()
@@ -45,6 +50,23 @@ class BackgroundSaves:
     @property
     def is_under_way(self) -> bool:
         return self._saving is not None
+
+    def said_before(self, num_bytes: int, spare_bytes: int, plan: Plan | None) -> str:
+        """Before the first step: what each checkpoint will take; empty where that is little, or not known."""
+        if self._rate is None or num_bytes / self._rate < WORTH_SAYING_SECONDS:
+            return ""
+        line = f"megatrain: a checkpoint has {format_bytes(num_bytes)} and takes {_seconds(num_bytes / self._rate)}"
+        if plan is None:
+            return f"{line} (predicted)"
+        pause = predicted_pause(
+            num_bytes,
+            spare_bytes=spare_bytes,
+            bytes_per_second=self._rate,
+            step_seconds=plan.step_seconds,
+            clip=self._clip,
+            is_behind=self._is_behind,
+        )
+        return f"{line}, of which training waits {_seconds(pause)} (predicted)"
 
     def begin(
         self,

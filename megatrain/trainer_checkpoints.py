@@ -93,8 +93,12 @@ class CheckpointingTrainer(transformers.Trainer):
     def saves(self) -> BackgroundSaves:
         """The checkpoint that is being written, if there is one."""
         config = self.engine.config
-        rate = disk_write_rate()
-        return BackgroundSaves(bytes_per_second=rate, clip=config.clip, on_error=config.on_save_error)
+        return BackgroundSaves(
+            bytes_per_second=disk_write_rate(),
+            clip=config.clip,
+            on_error=config.on_save_error,
+            is_behind=config.save_in_background,
+        )
 
     def checkpoint_dir(self) -> str:
         """Of this step."""
@@ -118,6 +122,8 @@ class CheckpointingTrainer(transformers.Trainer):
                 f"checkpoints need {format_bytes(num_at_once * each_bytes)}: make room there, choose a folder on "
                 "another disk, or keep fewer (save_total_limit, save_only_model)"
             )
+        if line := self.saves.said_before(each_bytes, spare_host_bytes(self.engine), self.engine.plan):
+            say_on_a_line_of_its_own(line)
         if not limit and num_saves * each_bytes > free_bytes:
             logger.warning(
                 "%s has room for %d of the %d checkpoints of this run (%s each): set save_total_limit",

@@ -18,6 +18,7 @@ from trainer_helpers import Blocks, arguments, assert_equal_weights, llama, rows
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import megatrain as mt
+from megatrain.background_saves import BackgroundSaves
 from megatrain.base.config import StreamOptions
 from megatrain.save import saving as saving_module
 from megatrain.save.checkpoints import damage_of
@@ -362,6 +363,21 @@ def test_a_pause_is_what_steps_were_longer() -> None:
     assert meter.step_seconds == 2.0  # the first one warms up
     assert meter.take() == 3.5
     assert meter.take() == 0.0
+
+
+def test_what_a_checkpoint_takes_is_said_before_the_first_step() -> None:
+    class Planned:
+        step_seconds = 10.0
+
+    def said(rate: float | None, num_bytes: float, plan: Any = None, **how: Any) -> str:
+        return BackgroundSaves(bytes_per_second=rate, clip="layer", on_error="warn", **how).said_before(
+            int(num_bytes), 0, plan
+        )
+
+    assert said(2e9, 40e9, Planned()).endswith("takes 20.0 s, of which training waits 10.0 s (predicted)")
+    assert said(2e9, 40e9, Planned(), is_behind=False).endswith("of which training waits 20.0 s (predicted)")
+    assert said(2e9, 40e9).endswith("a checkpoint has 37.3 GiB and takes 20.0 s (predicted)")
+    assert said(2e9, 1e9) == said(None, 40e9) == ""
 
 
 def test_a_saving_that_never_began_holds_nobody_back(tmp_path: Path) -> None:
