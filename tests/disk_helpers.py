@@ -136,7 +136,7 @@ def start_python(code: str, *arguments: str | os.PathLike[str]) -> subprocess.Po
     )
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Fail if it does not come true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -125,7 +125,7 @@ def make_gated_store(budget_bytes: int) -> tuple[ActivationStore, list[Fence]]:
     return ActivationStore(buffers=pool, device=CPU, budget_bytes=budget_bytes, send=send, bring=bring), gates
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(180)
 def test_activations_beyond_the_budget_go_and_come_back() -> None:
     tensors = [torch.randn(MIN_BYTES // 4) for _ in range(5)]
     store, gates = make_gated_store(2 * MIN_BYTES)

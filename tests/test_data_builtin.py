@@ -48,7 +48,7 @@ def test_every_run_gives_the_same_in_the_same_order_and_imports_nothing() -> Non
         "assert not {'telnetlib', 'antigravity', 'smtplib', 'pdb'} & (set(sys.modules) - before)\n"
         "print(json.dumps(chats[:50]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert json.loads(done.stdout) == python_docs()[:50], done.stderr
 
 

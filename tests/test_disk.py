@@ -21,7 +21,7 @@ from megatrain.store.disk import DiskStore
 from megatrain.store.disk_lock import LOCK_NAME
 from megatrain.store.tier import PAGE_BYTES, round_up
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 NUM_FOLDERS = (1, 2, 3)
 BLOCK_PAGES = (1, 2, 5)
@@ -179,12 +179,12 @@ def test_one_process_a_folder_and_a_killed_one_leaves_nothing(tmp_path) -> None:
     assert str(os.getpid()) in (tmp_path / LOCK_NAME).read_text()
     assert not read_back(store.allocate(PAGE_BYTES)).any()
     again = start_python(HOLD, tmp_path)
-    _, errors = again.communicate(timeout=40)
+    _, errors = again.communicate(timeout=120)
     assert f"in use by process {os.getpid()}" in errors, "closing nothing, this process holds it"
 
 
 def test_the_forks_of_a_killed_process_hold_nothing(tmp_path) -> None:
-    fork = "import os, time\nchild = os.fork()\nif child == 0: time.sleep(50)\nprint(child, flush=True)\n"
+    fork = "import os, time\nchild = os.fork()\nif child == 0: time.sleep(150)\nprint(child, flush=True)\n"
     holder = start_python(HOLD.replace("print", fork + "print"), tmp_path)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
@@ -203,7 +203,7 @@ def test_a_folder_that_was_made_again_is_held_again(tmp_path) -> None:
     (tmp_path / LOCK_NAME).unlink()
     others = [DiskStore([tmp_path]) for _ in range(2)]
     assert os.listdir(tmp_path) == [LOCK_NAME]
-    assert "in use by process" in start_python(HOLD, tmp_path).communicate(timeout=40)[1]
+    assert "in use by process" in start_python(HOLD, tmp_path).communicate(timeout=120)[1]
     for each in (store, *others):
         each.close()
 
@@ -216,7 +216,7 @@ buffer = torch.frombuffer(mmap.mmap(-1, 2**24), dtype=torch.uint8)
 fence = DiskStore([sys.argv[1]], block_bytes=4096).allocate(2**24).write(0, buffer)
 """
     process = start_python(code, tmp_path)
-    assert process.communicate(timeout=50) == ("", "")
+    assert process.communicate(timeout=120) == ("", "")
     assert process.returncode == 0
     assert os.listdir(tmp_path) == []
 
@@ -253,7 +253,7 @@ def test_a_forked_process_changes_nothing(tmp_path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for extent in extents:
         assert torch.equal(read_back(extent), values)
-    assert "in use by process" in start_python(HOLD, tmp_path).communicate(timeout=40)[1], "the lock is its parent's"
+    assert "in use by process" in start_python(HOLD, tmp_path).communicate(timeout=120)[1], "the lock is its parent's"
 
 
 def _in_fork(store: DiskStore, extents: list, values: torch.Tensor, folder: Path) -> int:

@@ -24,7 +24,7 @@ from megatrain.store.disk import DiskStore
 from megatrain.store.disk_file import NUM_RETRIES
 from megatrain.store.tier import PAGE_BYTES
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 NUM_BYTES = 20 * PAGE_BYTES + 77
 
@@ -299,9 +299,9 @@ def test_a_dead_thread_hangs_no_one(store: DiskStore, calls: Faults, monkeypatch
     monkeypatch.setattr(disk_threads.IoThreads, "_take", die)
     fences = []
     with pytest.raises(MemoryError):
-        for _ in range(200):
+        for _ in range(6000):  # until the thread had its turn
             fences.append(extent.read(0, page_buffer(NUM_BYTES)))
-            time.sleep(0.001)
+            time.sleep(0.01)
     for fence in fences:
         try:
             fence.wait()

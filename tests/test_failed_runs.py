@@ -28,7 +28,7 @@ def live_engines() -> int:
 
 def settle(num_threads: int, num_engines: int) -> None:
     """Updates that were queued hold the engine until they are over; then it is a cycle for the collector."""
-    for _ in range(50):
+    for _ in range(600):
         gc.collect()
         if threading.active_count() <= num_threads and live_engines() <= num_engines:
             return

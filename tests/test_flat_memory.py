@@ -82,7 +82,6 @@ def look_up(model: Any, folder: Path) -> None:
     model.train()
 
 
-@pytest.mark.timeout(300)
 def test_host_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.transport.activations.MIN_BYTES", 1)
     options = StreamOptions(activation_bytes=0, places=PLACES)

@@ -104,7 +104,7 @@ def test_interrupts_while_weights_come_from_disk(tmp_path: Path) -> None:
         assert_equal(expected, gradients(model))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_between_a_drain_and_its_update() -> None:
     """clip="layer", two slabs: whatever is interrupted, slabs come back, and a gradient that was left is forgotten."""

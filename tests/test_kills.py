@@ -31,7 +31,8 @@ SETTINGS = {
 OURS = ("megatrain/", "safetensors/", "shutil.py", "pathlib.py", "torch/serialization.py")
 
 servers = multiprocessing.get_context("forkserver")
-servers.set_forkserver_preload(["trainer_helpers"])
+# Installed modules: a fork server looks for no others where this process does (Python 3.11 to 3.13), and says nothing.
+servers.set_forkserver_preload(["megatrain.trainer", "megatrain.optim.optimizers", "transformers.models.llama"])
 
 
 def train_and_save(folder: Path, settings: dict[str, Any], kill_at: int | None, counted: Any) -> None:
@@ -69,12 +70,12 @@ def child(folder: Path, settings: dict[str, Any], kill_at: int | None) -> tuple[
     counted = servers.Value("q", 0)
     process = servers.Process(target=train_and_save, args=(folder, settings, kill_at, counted))
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=120)
     assert process.exitcode is not None, "it hangs"
     return process.exitcode, counted.value
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_killed_runs_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     settings = SETTINGS[name]

@@ -26,7 +26,7 @@ from megatrain.store.disk import Extent
 from megatrain.store.home import Home
 from megatrain.transport.slots import Slot
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 LATE = "model.layers.1"
 OTHERS = ("model.embed_tokens", "model.layers.0", "model.layers.2", "lm_head")
@@ -50,7 +50,7 @@ class Watch:
 
     def wait(self, wanted: set[tuple]) -> None:
         with self._is_new:
-            is_over = self._is_new.wait_for(lambda: wanted <= set(self._seen), timeout=20)
+            is_over = self._is_new.wait_for(lambda: wanted <= set(self._seen), timeout=60)
         assert is_over, f"held back though independent: {wanted - set(self._seen)}"
 
 

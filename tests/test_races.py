@@ -20,7 +20,7 @@ from megatrain.store.masters import split_
 from megatrain.transport import serial
 from megatrain.transport import stream as lanes
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(180)
 
 DELAY_SECONDS = 0.003
 

@@ -75,7 +75,7 @@ def test_the_snippet_for_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPat
 
 def test_the_commands_are_those_that_ci_and_the_recipe_know() -> None:
     quickstart, tests = (text.strip() for text in blocks("")[:2])
-    assert tests == "pip install -e '.[test]' && pytest"
+    assert tests == "pip install -e '.[test]' && pytest -n 2 --dist worksteal"
     assert tests in (ROOT / ".ci" / "run").read_text()
     install, _, command = quickstart.partition(" && ")
     assert install == "pip install -e ."

@@ -22,7 +22,7 @@ from megatrain.store.memory import HostMemory
 from megatrain.store.tier import PAGE_BYTES
 from megatrain.transport import activations
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 DELAY_SECONDS = 0.002
 COUNTS = [(7, 12, 9), (5, 16), (3,)]

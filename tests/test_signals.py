@@ -57,7 +57,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
                 break
         os.kill(process.pid, signal.SIGINT)
         process.stdout.read()
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=60) == 130
         assert process.stderr.read().splitlines()[-1].startswith("error: interrupted; this run saved no checkpoint")
 
 
