@@ -17,7 +17,7 @@ from megatrain.base.fence import Fence
 from megatrain.execute.engine import engine_of
 from megatrain.store.buffers import MAX_GAP_SHARE, BufferPool
 from megatrain.store.memory import HostMemory
-from megatrain.store.tier import PAGE_BYTES
+from megatrain.store.tier import PAGE_BYTES, round_up
 from megatrain.transport.activations import MIN_BYTES, ActivationStore
 from megatrain.transport.lane import Lane
 from megatrain.transport.serial import SerialStream
@@ -266,5 +266,7 @@ def test_host_memory_does_not_grow_with_lengths() -> None:
         model.zero_grad()
         model(torch.randn(64, length, 64)).backward()
     assert engine.activations.num_offloaded == 3 * 33
-    assert engine.activations.buffers.peak_bytes == largest_bytes
-    assert engine.memory.ram_bytes <= start_bytes
+    # A layer's gradients come home while its input goes; whether before or after is a matter of timing.
+    gradient_bytes = max(round_up(4 * home.gradient_layout().numel, PAGE_BYTES) for home in engine.homes)
+    assert engine.activations.buffers.peak_bytes <= largest_bytes + gradient_bytes
+    assert engine.memory.ram_bytes <= start_bytes + gradient_bytes
