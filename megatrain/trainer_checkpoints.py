@@ -36,6 +36,7 @@ from megatrain.execute.engine import Engine
 from megatrain.execute.model import without_card
 from megatrain.execute.report import say_on_a_line_of_its_own
 from megatrain.optim.base import HomeOptimizer
+from megatrain.optim.commit import check_whole
 from megatrain.optim.saved import state_dict_of
 from megatrain.run_plan import disk_write_rate
 from megatrain.save.adapters import save_trained, saves_adapters
@@ -140,6 +141,7 @@ class CheckpointingTrainer(transformers.Trainer):
         keeps an average of the weights, it is saved the same way in the folder `ema` beside them.
         """
         self.saves.finish()
+        check_whole(self.engine, "saving")
         target = output_dir or self.args.output_dir
         is_trained = not _internal_call and self.state.global_step
         self._save_whole(target, trainer_facts(self) if is_trained else None, keep_others=True)
@@ -179,6 +181,7 @@ class CheckpointingTrainer(transformers.Trainer):
         """checkpoint-STEP in the output folder, in one piece. Layers are written beside the steps that come."""
         self.saves.finish()
         started = time.perf_counter()
+        check_whole(self.engine, "saving a checkpoint", waits=False)  # what fails later fails the checkpoint
         run_dir = self._get_output_dir(trial=trial)
         target = _checkpoint_dir(run_dir, self.state.global_step)
         if self.hp_search_backend is None and trial is None:

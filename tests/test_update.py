@@ -185,7 +185,7 @@ def test_a_worker_exception_is_raised_after_the_others_ended(monkeypatch: pytest
     task_2_runs = threading.Event()
     ended = []
 
-    def work(part: Segment, measure: bool) -> None:
+    def work(part: Segment, measure: bool, marks: object) -> None:
         task = int(part.grad[0])
         if task == 1:
             assert task_2_runs.wait(60)

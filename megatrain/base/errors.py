@@ -49,6 +49,18 @@ class ChangedInTransitError(CorruptionError):
         return f"{self.args[0]} arrived changed; if that stays so, go on from the last checkpoint, on other hardware"
 
 
+class UpdateError(RuntimeError):
+    """The update of a layer failed, after retries. The message names the layer and says how to go on."""
+
+
+class DiskUpdateError(UpdateError, DiskError):
+    """As UpdateError, where a disk was why."""
+
+
+class CorruptUpdateError(UpdateError, CorruptionError):
+    """As UpdateError, where bytes had changed."""
+
+
 class RefusedError(RuntimeError):
     """A call that makes no sense on a streamed model (or would do harm silently), refused by name."""
 

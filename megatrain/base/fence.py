@@ -2,7 +2,8 @@
 
 A fence is recorded once. On a CUDA lane it carries the event of the enqueued work, so another stream waits for it
 without the host; on a host lane the work is over when the fence is recorded. A lane that fails records its exception:
-whoever waits gets it, so a dead worker ends the run with its own error.
+whoever waits gets it, so a dead worker ends the run with its own error. A fence that failed may be opened again, for
+work that is done again.
 Whoever must not wait is told instead: `when_recorded`.
 Rule: recording never blocks, whatever became of those who wait. threading.Event is not enough: an interrupt (Ctrl-C) in
 the middle of its `wait` can leave its inner lock held, and the lane that sets it hangs.
@@ -40,7 +41,7 @@ def bare(error: BaseException) -> BaseException:
 
 
 class Fence:
-    """One-shot. `record` or `fail` exactly once; wait as often as needed."""
+    """One-shot. `record` or `fail` exactly once (anew after `reopen`); wait as often as needed."""
 
     __slots__ = ("_error", "_event", "_gate", "_is_recorded", "_listeners")
 
@@ -87,6 +88,15 @@ class Fence:
         self._is_recorded = True
         self._gate.release()
         self._tell()
+
+    def reopen(self) -> None:
+        """Of a fence that failed: its work is about to be done again, and whoever waits from now on waits for that."""
+        assert self._error is not None, "only what failed is done again"
+        gate = threading.Lock()
+        gate.acquire()
+        self._gate = gate
+        self._is_recorded = False
+        self._error = None
 
     @property
     def is_recorded(self) -> bool:
@@ -136,8 +146,14 @@ class Fence:
 
     def _wait_recorded(self) -> None:
         # One at a time goes through the gate; the timeout is for those behind one that an interrupt caught in it.
-        while not self._is_recorded:
-            if self._gate.acquire(timeout=GATE_SECONDS):
-                self._gate.release()
-        if self._error is not None:
-            raise bare(self._error)
+        while True:
+            gate = self._gate
+            while not self._is_recorded:
+                if gate.acquire(timeout=GATE_SECONDS):
+                    gate.release()
+                    gate = self._gate
+            error = self._error
+            if error is not None:
+                raise bare(error)
+            if self._is_recorded:  # else it was opened again in between
+                return

@@ -322,6 +322,8 @@ class Engine:
             home.updated.wait()
         if self.memory.disk is not None:
             self.memory.disk.settle()
+        for home in self.homes:
+            home.check_sound()
 
     def gradient(self, home: Home, field: Field) -> torch.Tensor | None:
         """A parameter's gradient on the host, or None."""

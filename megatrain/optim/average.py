@@ -11,6 +11,7 @@ import torch
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.formula import ema_
+from megatrain.optim.marks import Marks, undone_on_fault
 from megatrain.optim.states import EMA, State
 from megatrain.plan.placement import HBM_TIER
 from megatrain.plan.rows import host_bytes
@@ -30,7 +31,11 @@ def require(engine: Engine, parameters: Iterable[HomeParameter]) -> None:
 
 
 def move(
-    home: Home, parameters: Sequence[HomeParameter], own_states: Mapping[HomeParameter, State], decay: float
+    home: Home,
+    parameters: Sequence[HomeParameter],
+    own_states: Mapping[HomeParameter, State],
+    decay: float,
+    marks: Marks,
 ) -> None:
     """One step of the averages of parameters that had no gradient in it: their weights stay, the averages follow."""
     home.tiers[home.place.moments].expose()
@@ -38,11 +43,19 @@ def move(
         for parameter in parameters:
             field, average = parameter._field, own_states[parameter][EMA].view(-1)
             weights = home.weights(field).view(-1)
+            low = home.low_half(field) if field.is_split else None
             for start in range(0, field.numel, PIECE):
                 cut = slice(start, start + PIECE)
-                now = weights[cut].to(average.device)
-                now = join(now, home.low_half(field)[cut].to(average.device)) if field.is_split else now.float()
-                ema_(average[cut], now, decay)
+                low_part = None if low is None else low[cut]
+                piece = functools.partial(_move, average[cut], weights[cut], low_part, decay)
+                marks.once((field, start), piece)
+
+
+def _move(average: torch.Tensor, weights: torch.Tensor, low: torch.Tensor | None, decay: float) -> None:
+    now = weights.to(average.device)
+    now = now.float() if low is None else join(now, low.to(average.device))
+    with undone_on_fault([average]):
+        ema_(average, now, decay)
 
 
 def in_place_of_weights(

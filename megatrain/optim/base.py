@@ -3,6 +3,7 @@
 `step` takes a snapshot of every number it needs (lr, betas, decay, step counts, clip factor) and queues one update a
 home, in the order in which the next forward needs them. Each home's `updated` fence holds back whoever reads its
 weights; nothing else waits. With clip="layer" the updates are queued in the backward already, as gradients come home.
+What a fault stops is taken up again (`optim/commit.py`).
 
 A rule subclasses it and says which rule a group has and with which scalars (`optim/optimizers.py`).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,24 +24,19 @@ from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import average, checks, states
 from megatrain.optim import state_dict as state_dicts
-from megatrain.optim.lossless_update import LosslessSegment
+from megatrain.optim.commit import OpenStep, Update, check_whole
 from megatrain.optim.movable import Movable
-from megatrain.optim.rules import Rule, Scalars
-from megatrain.optim.segment import Ema, Segment
+from megatrain.optim.rules import Rule
 from megatrain.optim.skipped import SkippedSteps, first_bad_layer
-from megatrain.optim.update import Measure
 from megatrain.optim.updaters import Updaters, update_order
+from megatrain.optim.updating import Group, HomeUpdating
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home, expose_held
 from megatrain.store.lending import Lending
-from megatrain.store.rounding import make_key
-
-Group = dict[str, Any]
-Work = Segment | LosslessSegment
 
 
-class HomeOptimizer(Movable, torch.optim.Optimizer):
-    """What all rules share.
+class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
+    """What all rules share. A rule says `rule`, `scalars` and `check_group`.
 
     Args:
         params: a streamed model, its parameters, or param groups of them.
@@ -83,6 +79,7 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
         self._rules: dict[HomeParameter, Rule] = {}
         self._numbers: dict[Field, int] = {}
         self._lending = Lending()
+        self._open_step = OpenStep()
         super().__init__(checks.trainable(params), defaults)
         engine = self._engine
         if engine is None:
@@ -92,16 +89,6 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
         engine.mover.keepers.add(self)
         if engine.config.clip == "layer":
             engine.consumer = weakref.WeakMethod(self._consume)
-
-    # What a rule says.
-
-    def rule(self, group: Group) -> Rule:
-        """The rule of a group."""
-        raise NotImplementedError
-
-    def scalars(self, group: Group, step: int, clip: float) -> Scalars:
-        """The rule's scalars at step number `step`, as the group's numbers are now."""
-        raise NotImplementedError
 
     def check_group(self, group: Group) -> None:
         """Raise UserError for numbers that cannot work."""
@@ -156,12 +143,17 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
         (`ema_decay`) move on.
 
         If any gradient is infinite or NaN, nothing is updated and nothing counted: `step_was_skipped` is then True.
-        Raises NonFiniteError when that has happened more than `max_skipped_steps` times in a row.
+        After an interrupt in it, or an update that failed (UpdateError), it is that step that a further call makes
+        whole, on the layers that have not made it, and waits for them.
+
+        Raises NonFiniteError when a step was skipped more than `max_skipped_steps` times in a row.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
         engine = self._engine
         assert engine is not None
+        if self._open_step.roll_forward(engine, self._queue_update):
+            return None
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         engine.check_trainable()
         checks.check_rules(self.param_groups, self.rule, self._rules)
         engine.transport.flush()
@@ -174,18 +166,27 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
             members = {home: self._members[home] for home in engine.homes if home in self._members}
             self._skips.judge(first_bad_layer(members, engine.homes), is_whole_step=True)
             homes = [] if self.step_was_skipped else update_order(engine, self._members)
-        for home in homes:
-            self._update(engine, home)
-        if is_looked_at:
+        updates = [Update(home, self._snapshot(home)) for home in homes]
+        self._open_step.begin(updates, engine.num_steps)
+        for update in updates:
+            self._queue_update(update)
+        if is_looked_at or any(home.is_lent for home in homes):
             self._wait()
         engine.end_step()
+        self._open_step.end()
         return loss
+
+    def check_whole(self, what: str) -> None:
+        """Waits for updates. Raises UpdateError or RefusedError while layers are not at the same step."""
+        assert self._engine is not None
+        check_whole(self._engine, what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters. `set_to_none=False` (gradients of zero) is refused."""
         if not set_to_none:
             raise UserError("zero_grad(set_to_none=False) is not supported: absent gradients cost no memory")
         assert self._engine is not None
+        self._open_step.give_up("its gradients are dropped")
         self._engine.transport.flush()
         self._engine.restart_step()
         for home, members in self._members.items():
@@ -197,7 +198,7 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
 
         As long as somebody holds one of the states, `step` waits for its updates: they are never seen half done.
         """
-        self._wait()
+        self.check_whole("optimizer.state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         packed = {**state_dicts.pack(self.param_groups, self.state), "moments": self.moments}
@@ -211,6 +212,7 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
         than states are made for; nothing has changed then.
         """
         self._wait()
+        self._open_step.give_up("states are loaded")
         assert self._engine is not None
         self._engine.set_aside.check("optimizer.load_state_dict")
         state_dict = state_dicts.through(self._optimizer_load_state_dict_pre_hooks, self, state_dict)
@@ -230,8 +232,10 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
 
     def close(self) -> None:
         """Wait for the updates and end the worker threads."""
-        self._wait()
-        self._updaters.close()
+        try:
+            self._wait()
+        finally:
+            self._updaters.close()
 
     def ema_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within the block the model's weights are their moving average (rounded to bf16 where masters are): to
@@ -244,129 +248,9 @@ class HomeOptimizer(Movable, torch.optim.Optimizer):
         assert self._engine is not None
         return average.in_place_of_weights(self._engine, self._members, self._states)
 
-    @property
-    def moments(self) -> str:
-        """Name of the moments' format, as mt.init(optimizer_compression=...) chose it."""
-        assert self._engine is not None
-        return self._engine.config.moments
-
     def num_state_bytes(self) -> int:
         """Bytes of all moments and averages now, scales included."""
         return sum(map(states.num_state_bytes, self._states.values()))
-
-    # An update.
-
-    def _update(self, engine: Engine, home: Home) -> None:
-        """Queue the update of a home whose gradients are there, or none."""
-        work, idle = self._work(home, self._snapshot(home)), self._idle(home)
-        if not (work or idle):
-            return
-        measures, before, trained = engine.measure_updates, home.updated, self._trained(home)
-        try:
-            self._queue(engine, home, lambda: self._run(engine, home, work, idle, measures), changes_weights=bool(work))
-        finally:
-            if home.updated is not before:  # else an interrupt kept it from being queued
-                states.count_step(trained)
-
-    def _consume(self, home: Home) -> None:
-        """clip="layer": queue the update of a home whose gradients are on their way, which uses them up."""
-        engine = self._engine
-        assert engine is not None
-        if home not in self._members:
-            self._queue(engine, home, home.grads.give_back, changes_weights=False)
-            return
-        groups, measures = self._snapshot(home), engine.measure_updates
-
-        def update() -> None:
-            norm = home.grads.arrived_norm
-            try:
-                if not math.isfinite(norm):
-                    return
-                clip = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + 1e-6))
-                work = self._work(home, groups, clip)
-                states.count_step(self._trained(home))
-                self._run(engine, home, work, self._idle(home), measures)
-            finally:
-                home.grads.give_back()
-
-        self._queue(engine, home, update, changes_weights=True)
-
-    def _queue(self, engine: Engine, home: Home, update: Callable[[], None], *, changes_weights: bool) -> None:
-        # First: after an interrupt nobody may take what a slot holds for the weights.
-        home.version += changes_weights
-        engine.transport.update(home, update)
-        if home.is_lent:
-            home.updated.wait()
-
-    def _trained(self, home: Home) -> list[states.State]:
-        """States of the parameters that have a gradient."""
-        return [self._states[one] for one, _ in self._members[home] if one._field in home.grads.touched]
-
-    def _idle(self, home: Home) -> list[HomeParameter]:
-        """Parameters without a gradient, if they have averages."""
-        if self.ema_decay is None:
-            return []
-        return [parameter for parameter, _ in self._members[home] if parameter._field not in home.grads.touched]
-
-    def _snapshot(self, home: Home) -> list[tuple[HomeParameter, Group]]:
-        """The home's parameters, each with its group's numbers as they are now."""
-        numbers = checks.numbers_now(self.param_groups)
-        return [(parameter, numbers[index]) for parameter, index in self._members[home]]
-
-    def _work(self, home: Home, pairs: list[tuple[HomeParameter, Group]], factor: float = 1.0) -> list[Work]:
-        """Segments of the parameters that have a gradient, which is multiplied by `factor` beside its own."""
-        made: list[Work] = []
-        known: dict[tuple[int, int, float], Scalars] = {}
-        for parameter, group in pairs:
-            gradient = home.grads.view(parameter._field)
-            if gradient is None:
-                continue
-            state = self._states[parameter]
-            step, clip = int(state["step"]) + 1, factor * home.grads.factor(parameter._field)
-            key = id(group), step, clip
-            if key not in known:
-                known[key] = self.scalars(group, step, clip)
-            made.append(self._segment(home, parameter, self.rule(group), gradient, known[key], step))
-        return made
-
-    def _segment(
-        self, home: Home, parameter: HomeParameter, rule: Rule, gradient: torch.Tensor, scalars: Scalars, step: int
-    ) -> Work:
-        field, state = parameter._field, self._states[parameter]
-        ema = None
-        if self.ema_decay is not None:
-            ema = Ema(average=state[states.EMA].view(-1), decay=self.ema_decay)
-        is_lossless = self.moments == states.LOSSLESS and rule.states
-        flat: dict[str, Any] = {
-            "rule": rule,
-            "scalars": scalars,
-            "weights": home.weights(field).view(-1),
-            "low": home.low_half(field) if field.is_split else None,
-            "grad": gradient.view(-1),
-            "ema": ema,
-            "key": make_key(self.seed, step, self._numbers[field]),
-        }
-        if is_lossless:
-            moments = tuple(state[f"{one.name}.{states.LOSSLESS}"] for one in rule.states)
-            return LosslessSegment(moments=moments, **flat)
-        name = "fp32" if self.moments == states.LOSSLESS else self.moments
-        return Segment(states=states.stored(state, rule, name), **flat)
-
-    def _run(
-        self, engine: Engine, home: Home, work: Sequence[Work], idle: Sequence[HomeParameter], measures: bool
-    ) -> None:
-        """On the home's update lane."""
-        results = self._apply(home, work, measures)
-        if idle and self.ema_decay is not None:
-            average.move(home, idle, self._states, self.ema_decay)
-        if measures and work:
-            change = sum(result.change_squares for result in results if result is not None)
-            weight = sum(result.weight_squares for result in results if result is not None)
-            engine.update_ratios[home.name] = (change / weight) ** 0.5 if weight else 0.0
-
-    def _apply(self, home: Home, work: Sequence[Work], measure: bool) -> Sequence[Measure | None]:
-        """Run the updates of a home."""
-        return self._updaters.run(home.place, work, measure)
 
     def _wait(self) -> None:
         assert self._engine is not None

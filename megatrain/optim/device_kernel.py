@@ -86,7 +86,15 @@ def update_(segment: Segment, measure: bool) -> Tensor | None:
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return None if sums is None else sums.sum(dim=0)
+    return None if sums is None else _total(sums)
+
+
+def _total(sums: Tensor) -> Tensor:
+    """The step is made by now: nothing may raise."""
+    try:
+        return sums.sum(dim=0)
+    except torch.OutOfMemoryError:
+        return sums.cpu().sum(dim=0)
 
 
 def _pointer(tensor: Tensor) -> Tensor:

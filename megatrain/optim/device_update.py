@@ -16,6 +16,7 @@ What it gives up: staging memory is kept for the next run, and is as large as th
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -24,10 +25,12 @@ import torch
 from torch import Tensor
 
 from megatrain.base.errors import UserError
-from megatrain.optim import definition, rules
+from megatrain.optim import rules
 from megatrain.optim.formula import SGDScalars
+from megatrain.optim.marks import HalfWrittenError, Marks, undone_on_fault
 from megatrain.optim.segment import Segment
-from megatrain.optim.tensors import tensors_of, with_tensors
+from megatrain.optim.tensors import tensors_of, with_tensors, written
+from megatrain.optim.torch_update import update_or_undo
 from megatrain.optim.update import Measure
 from megatrain.plan.placement import STAGING_BYTES
 from megatrain.spec.formats import BLOCK
@@ -58,44 +61,62 @@ class DeviceUpdater:
         """What runs the updates: "triton" or "torch"."""
         return "torch" if self._kernel is None else "triton"
 
-    def run(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
+    def run(
+        self, segments: Sequence[Segment], measure: bool = False, marks: Marks | None = None
+    ) -> list[Measure | None]:
         """Enqueue the update of segments that lie on the device on the current stream.
 
-        Returns for each its Measure, which waits for the updates, or None without `measure`.
+        marks: of a run that raised, to finish it. Returns for each its Measure, which waits for the updates, or None
+        without `measure`.
         """
+        marks = marks or Marks()
         with torch.no_grad(), _on(self.device):
-            sums = [self._enqueue(segment, measure) for segment in segments]
+            sums = [self._enqueue(segment, measure, marks.within(index)) for index, segment in enumerate(segments)]
         return [_measure(of_segment) if measure else None for of_segment in sums]
 
-    def run_streamed(self, segments: Sequence[Segment], measure: bool = False) -> list[Measure | None]:
+    def run_streamed(
+        self, segments: Sequence[Segment], measure: bool = False, marks: Marks | None = None
+    ) -> list[Measure | None]:
         """Update segments that lie in host memory, behind everything on the current stream, and return when the results
         are there. As `run` otherwise. From memory that is not page-locked the copies are several times slower.
         """
         pieces = [(index, piece) for index, segment in enumerate(segments) for piece in _staging_pieces(segment)]
         sums: list[list[Tensor]] = [[] for _ in segments]
+        marks = marks or Marks()
         with torch.no_grad(), _on(self.device):
             if self.device.type == "cuda":
                 # Gradients may be on their way home. The host waits, and not only the staging streams: a copy from
                 # memory that is not page-locked may read it when it is enqueued.
                 torch.cuda.current_stream().synchronize()
             staging = self._staging_for(max((_staged_bytes(piece) for _, piece in pieces), default=0))
+
+            def enqueue(staged: Segment) -> list[Tensor]:
+                return self._enqueue(staged, measure, Marks())
+
             try:
                 for number, (index, piece) in enumerate(pieces):
-                    sums[index] += staging[number % 2].update(piece, lambda staged: self._enqueue(staged, measure))
-                for one in staging:
-                    one.finish()
+                    update = functools.partial(staging[number % 2].update, piece, enqueue)
+                    sums[index] += marks.once(number, update)
             finally:
-                for one in staging:
-                    one.synchronize()
+                try:
+                    # Also after a fault: pieces that went before have their marks.
+                    for one in staging:
+                        one.finish()
+                finally:
+                    for one in staging:
+                        one.synchronize()
         return [_measure(of_segment) if measure else None for of_segment in sums]
 
-    def _enqueue(self, segment: Segment, measure: bool) -> list[Tensor]:
+    def _enqueue(self, segment: Segment, measure: bool, marks: Marks) -> list[Tensor]:
         """Update on the current stream, in pieces. Returns, with `measure`, (2,) fp64 for each."""
         if self._kernel is not None and self._kernel.knows(segment):
             update_, piece_numel = self._kernel.update_, self._kernel.MAX_NUMEL
         else:
             update_, piece_numel = _update_by_definition, TORCH_PIECE
-        sums = [update_(piece, measure) for piece in _pieces(segment, piece_numel)]
+        sums = [
+            marks.once(piece.first, functools.partial(update_, piece, measure))
+            for piece in _pieces(segment, piece_numel)
+        ]
         return [pair for pair in sums if pair is not None]
 
     def _staging_for(self, num_bytes: int) -> tuple[_Staging, ...]:
@@ -130,16 +151,20 @@ class _Staging:
             ]
             for host, device in pairs:
                 hops.move(device, host, f"states of {name} on their way to the device")
-            sums = enqueue(staged)
-            for host, device in pairs:
-                if host is not piece.grad:
-                    self._under_way.append(hops.begin(host, device, f"updated states of {name} on their way home"))
+            # What has come up is as it was at home until it goes down.
+            staying = [tensor for tensor in written(piece) if tensor.device.type != "cpu"]
+            with undone_on_fault(staying):
+                sums = enqueue(staged)
+            with _no_way_back():
+                for host, device in pairs:
+                    if host is not piece.grad:
+                        self._under_way.append(hops.begin(host, device, f"updated states of {name} on their way home"))
         return sums
 
     def finish(self) -> None:
         """Check what has come down, where that is asked for; else it may still be on its way."""
         hops, _ = hops_at_hand()
-        with self._on_stream():
+        with self._on_stream(), _no_way_back():
             while self._under_way:
                 hops.end(self._under_way.pop())
 
@@ -167,6 +192,15 @@ class _Staging:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
+@contextlib.contextmanager
+def _no_way_back() -> Iterator[None]:
+    """What goes home has been tried several times."""
+    try:
+        yield
+    except Exception as error:
+        raise HalfWrittenError("a piece of an update did not come home") from error
+
+
 def _pieces(segment: Segment, numel: int) -> Iterator[Segment]:
     """Parts of at most `numel` parameters, a multiple of BLOCK; none of an empty segment."""
     for start in range(0, segment.numel, numel):
@@ -191,7 +225,7 @@ def _round_up(num_bytes: int) -> int:
 
 
 def _update_by_definition(piece: Segment, measure: bool) -> Tensor | None:
-    sums = definition.update_(piece, measure)
+    sums = update_or_undo(piece, measure)
     return None if sums is None else torch.tensor(sums, dtype=torch.float64)
 
 

@@ -9,13 +9,16 @@ What it gives up: moments in lossless code are read and written where their file
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatrain.optim.marks import Marks, undone_on_fault
 from megatrain.optim.segment import Segment
 from megatrain.optim.tensors import tensors_of, with_tensors
 from megatrain.optim.update import CpuUpdater, Measure
+from megatrain.store.home import Home
 from megatrain.store.tier import PAGE_BYTES
 from megatrain.transport.disk import DiskWindow
 
@@ -27,21 +30,38 @@ class DiskUpdater:
     def __init__(self, updater: CpuUpdater, window: DiskWindow) -> None:
         self._updater, self._window = updater, window
 
-    def run(self, segments: Sequence[Segment], measure: bool, *, waits: bool) -> list[Measure | None]:
-        """As `CpuUpdater.run`. waits: until all is on disk; else states may still be on their way there."""
+    def run(
+        self, home: Home, segments: Sequence[Segment], measure: bool, marks: Marks, *, waits: bool
+    ) -> list[Measure | None]:
+        """As `CpuUpdater.run`. waits: until all is on disk; else states may still be on their way there.
+
+        Raises UpdateError when a write failed, which leaves the home with states that cannot be used.
+        """
         sums: list[Measure | None] = [Measure(0.0, 0.0) if measure else None for _ in segments]
         with torch.no_grad():
             for index, segment in enumerate(segments):
                 for piece in self._pieces(segment):
-                    sums[index] = _added(sums[index], self._update(piece, measure))
+                    update = functools.partial(self._update, home, piece, measure)
+                    sums[index] = _added(sums[index], marks.once((index, piece.first), update))
             if waits:
                 self._window.flush()
+        home.check_sound()
         return sums
 
-    def _update(self, piece: Segment, measure: bool) -> Measure | None:
-        tensors = iter(self._window.open(tensors_of(piece), fresh=piece.grad))
+    def _update(self, home: Home, piece: Segment, measure: bool) -> Measure | None:
+        """All of it or nothing, as far as the disk takes what is written."""
+        opened = self._window.open(home, tensors_of(piece), fresh=piece.grad)
+        tensors = iter(opened)
         staged = with_tensors(piece, lambda _: next(tensors))
-        (result,) = self._updater.run([staged], measure)
+        is_atomic = self._updater.is_atomic([staged])
+        # What is on disk is as it was until it is written.
+        in_place = [one for one, at_home in zip(opened, tensors_of(piece), strict=True) if one is at_home]
+        try:
+            with undone_on_fault([] if is_atomic else [one for one in in_place if one is not piece.grad]):
+                (result,) = self._updater.run([staged], measure)
+        except BaseException:
+            self._window.abandon()
+            raise
         self._window.close()
         return result
 

@@ -5,6 +5,7 @@ Rule: no result depends on the number of threads, and a moment is never decoded 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.optim.marks import Marks, undone_on_fault
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Ema, Segment
+from megatrain.optim.torch_update import wait_or_raise
 from megatrain.optim.update import CpuUpdater, Measure
 from megatrain.spec.formats import FORMATS
 from megatrain.store.codecs import Stored
@@ -56,7 +59,11 @@ class LosslessSegment:
 
 
 def update_lossless(
-    updater: CpuUpdater, pool: ThreadPoolExecutor, segments: Sequence[Segment | LosslessSegment], measure: bool
+    updater: CpuUpdater,
+    pool: ThreadPoolExecutor,
+    segments: Sequence[Segment | LosslessSegment],
+    measure: bool,
+    marks: Marks,
 ) -> list[Measure | None]:
     """One step in place, as `updater.run`; pieces go over the threads of `pool`."""
     pieces = [
@@ -70,14 +77,13 @@ def update_lossless(
         segment = segments[index]
         with torch.no_grad():
             if isinstance(segment, Segment):
-                return updater.run([segment.part(start, stop)], measure, num_threads=1)[0]
-            decoded = segment.decoded(start, stop)
-            result = updater.run([decoded], measure, num_threads=1)[0]
-            for moment, stored in zip(segment.moments, decoded.states, strict=True):
-                moment.encode_(start, stored.codes)
-            return result
+                part, of_piece = segment.part(start, stop), marks.within(piece)
+                return updater.run([part], measure, num_threads=1, marks=of_piece)[0]
+            return marks.once(piece, lambda: _update_piece(updater, segment, start, stop, measure))
 
-    results = list(pool.map(update, pieces))
+    futures = [pool.submit(update, piece) for piece in pieces]
+    wait_or_raise(futures)
+    results = [future.result() for future in futures]
     if not measure:
         return [None] * len(segments)
     sums = [Measure(0.0, 0.0)] * len(segments)
@@ -88,3 +94,18 @@ def update_lossless(
             before.change_squares + result.change_squares, before.weight_squares + result.weight_squares
         )
     return list(sums)
+
+
+def _update_piece(
+    updater: CpuUpdater, segment: LosslessSegment, start: int, stop: int, measure: bool
+) -> Measure | None:
+    """All of it or nothing: a moment may be coded when there is no memory left to code the next."""
+    decoded = segment.decoded(start, stop)
+    average = None if decoded.ema is None else decoded.ema.average
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(undone_on_fault((decoded.weights, decoded.low, average)))
+        (result,) = updater.run([decoded], measure, num_threads=1)
+        for moment, stored in zip(segment.moments, decoded.states, strict=True):
+            undo.enter_context(moment.undone_on_fault(start))
+            moment.encode_(start, stored.codes)
+    return result

@@ -9,6 +9,8 @@ there.
 
 Rule: a matrix is orthogonalised whole and alone, so no result depends on how anything else is cut.
 
+An update that fails keeps its direction, so that it goes on from there; the next ones take memory for another.
+
 What it gives up: a direction stands whole beside the homes, 6 bytes a number of the largest matrix (of the largest
 stack of matrices with lossless moments); the CPU waits while the device works on it, which takes memory for about four
 such matrices in bf16 there that the plan does not count.
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,12 +33,14 @@ from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.engine import Engine
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim import checks, rules
-from megatrain.optim.base import Group, HomeOptimizer, Work
+from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.formula import AdamWScalars, MuonDirectionScalars, MuonStepScalars
 from megatrain.optim.lossless_update import LosslessSegment
+from megatrain.optim.marks import Marks
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import Measure
+from megatrain.optim.updating import Group, Work
 from megatrain.plan.placement import HBM_TIER, RAM, Place
 from megatrain.spec.formats import BLOCK
 from megatrain.spec.layout import Field
@@ -148,21 +153,32 @@ class Muon(HomeOptimizer):
         flat = super()._segment(home, parameter, rule, gradient, scalars.direction, step)
         return MatrixUpdate(flat=flat, shape=parameter._field.shape, numbers=scalars)
 
-    def _apply(self, home: Home, work: Sequence[Work | MatrixUpdate], measure: bool) -> Sequence[Measure | None]:
+    def _apply(
+        self, home: Home, work: Sequence[Work | MatrixUpdate], measure: bool, marks: Marks
+    ) -> Sequence[Measure | None]:
         plain = [one for one in work if not isinstance(one, MatrixUpdate)]
-        measures = list(super()._apply(home, plain, measure))
-        for update in work:
+        measures = list(super()._apply(home, plain, measure, marks.within("plain")))
+        for number, update in enumerate(work):
             if isinstance(update, MatrixUpdate):
-                measures += self._update_matrices(home.place, update, measure)
+                measures += self._update_matrices(home, update, measure, marks.within(number))
         return measures
 
-    def _update_matrices(self, place: Place, update: MatrixUpdate, measure: bool) -> list[Measure | None]:
-        workspace, measures = self._workspaces[place], []
-        for part in update.parts():
-            direction = workspace.direction[: part.flat.numel]
-            self._updaters.run(place, [part.momentum_half(direction)], measure=False)
-            orthogonal = workspace.orthogonalise(direction.view(-1, *part.shape[-2:]), part.numbers)
-            measures += self._updaters.run(place, [part.step_half(orthogonal)], measure)
+    def _update_matrices(self, home: Home, update: MatrixUpdate, measure: bool, marks: Marks) -> list[Measure | None]:
+        measures: list[Measure | None] = []
+        for number, part in enumerate(update.parts()):
+            of_part = functools.partial(self._update_part, home, part, measure, marks.within(f"halves of {number}"))
+            measures += marks.once(number, of_part)
+        return measures
+
+    def _update_part(self, home: Home, part: MatrixUpdate, measure: bool, marks: Marks) -> Sequence[Measure | None]:
+        """Where it raises, what was done and the direction stay, to go on with."""
+        workspace, numel = self._workspaces[home.place], part.flat.numel
+        held = marks.once("direction", workspace.take)
+        direction = held[:numel]
+        self._updaters.run(home, [part.momentum_half(direction)], False, marks.within("momentum"))
+        orthogonal = workspace.orthogonalise(direction.view(-1, *part.shape[-2:]), part.numbers)
+        measures = self._updaters.run(home, [part.step_half(orthogonal)], measure, marks.within("step"))
+        workspace.give_back(held)
         return measures
 
     def _reserve(self, parameter: HomeParameter, place: Place) -> None:
@@ -235,7 +251,9 @@ class Workspace:
     """
 
     def __init__(self, memory: Tier, device: torch.device, is_streamed: bool) -> None:
-        self.direction = torch.empty(0)
+        self._numel = 0
+        self._direction: torch.Tensor | None = None
+        """While nothing works on it."""
         self._orthogonal = torch.empty(0, dtype=torch.bfloat16)
         self._memory, self._device, self._is_streamed = memory, device, is_streamed
         # Homes on the device are updated on their lane's stream. The CPU's lane has none, and must not use that of the
@@ -245,24 +263,40 @@ class Workspace:
 
     def reserve(self, numel: int) -> None:
         """Room for directions of `numel` numbers."""
-        if numel > self.direction.numel():
-            self.direction = self._memory.empty(4 * numel, pinned=self._is_streamed).view(torch.float32)
+        if numel > self._numel:
+            self._numel, self._direction = numel, None
+            self._direction = self.take()
             self._orthogonal = self._memory.empty(2 * numel, pinned=True).view(torch.bfloat16)
+
+    def take(self) -> Tensor:
+        """Memory for a direction, flat fp32, until it is given back: by an update that is over, and no other's before.
+        An update that failed keeps its own."""
+        direction, self._direction = self._direction, None
+        if direction is None:
+            direction = self._memory.empty(4 * self._numel, pinned=self._is_streamed).view(torch.float32)
+        return direction
+
+    def give_back(self, direction: Tensor) -> None:
+        if direction.numel() == self._numel:
+            self._direction = direction
 
     def orthogonalise(self, directions: Tensor, numbers: _Numbers) -> Tensor:
         """Each of `directions` ((matrices, rows, columns) fp32) orthogonalised: flat bf16, where they are, until the
         next call."""
         flat = self._orthogonal[: directions.numel()]
-        with torch.no_grad(), contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for direction, result in zip(directions, flat.view_as(directions), strict=True):
-                result.copy_(direction)
-                if self._stream is None:
-                    result.copy_(orthogonalise(result, *numbers.newton_schulz))
-                    continue
-                matrix = _cross(torch.empty_like(result, device=self._device), result)
-                _cross(result, orthogonalise(matrix, *numbers.newton_schulz))
-        if self._stream is not None:
-            self._stream.synchronize()
+        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        try:
+            with torch.no_grad(), stream:
+                for direction, result in zip(directions, flat.view_as(directions), strict=True):
+                    result.copy_(direction)
+                    if self._stream is None:
+                        result.copy_(orthogonalise(result, *numbers.newton_schulz))
+                        continue
+                    matrix = _cross(torch.empty_like(result, device=self._device), result)
+                    _cross(result, orthogonalise(matrix, *numbers.newton_schulz))
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()
         return flat
 
 

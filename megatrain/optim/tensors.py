@@ -23,6 +23,11 @@ def tensors_of(segment: Segment) -> list[Tensor]:
     return found
 
 
+def written(segment: Segment) -> list[Tensor]:
+    """Those that an update writes."""
+    return [tensor for tensor in tensors_of(segment) if tensor is not segment.grad]
+
+
 def with_tensors(segment: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
     """The segment with `change(tensor)` in place of each of its tensors."""
     ema = segment.ema

@@ -3,7 +3,7 @@
 Rule: no result depends on the number of threads, on how the work is split, or on which path runs it. (A measure may
 differ between kernel and PyTorch in its last bits: sums in another order.)
 
-What it gives up: a run cannot be stopped half way.
+What it gives up: a run cannot be stopped half way. One that raised can be finished with its marks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megatrain.base.cgroup import cpu_quota
 from megatrain.base.errors import UserError
 from megatrain.optim.kernel import Kernel, load_kernel
+from megatrain.optim.marks import Marks
 from megatrain.optim.segment import Segment
 from megatrain.optim.torch_update import TorchPool
 
@@ -67,21 +68,31 @@ class CpuUpdater:
         return "torch" if self._kernel is None else self._kernel.variant
 
     def run(
-        self, segments: Sequence[Segment], measure: bool = False, num_threads: int | None = None
+        self,
+        segments: Sequence[Segment],
+        measure: bool = False,
+        num_threads: int | None = None,
+        marks: Marks | None = None,
     ) -> list[Measure | None]:
         """Update every segment and return when all are done: for each its Measure, or None without `measure`.
 
-        num_threads: for this run alone.
+        num_threads: for this run alone. marks: of a run that raised, to finish it.
 
-        Raises MemoryError when there is no memory to organise the work; with the kernel, nothing was updated then.
+        Raises MemoryError when there is no memory to organise the work; where `is_atomic`, nothing was updated then.
         """
         if self._closed:
             raise RuntimeError("this CpuUpdater is closed: make another one")
-        if self._kernel is not None and all(map(self._kernel.knows, segments)):
-            sums = self._kernel.update(segments, num_threads or self.num_threads, measure)
+        marks = marks or Marks()
+        kernel = self._kernel
+        if kernel is not None and self.is_atomic(segments):
+            sums = marks.once("kernel", lambda: kernel.update(segments, num_threads or self.num_threads, measure))
         else:
-            sums = self._torch_pool().update(segments, measure)
+            sums = self._torch_pool().update(segments, measure, marks)
         return [None] * len(segments) if sums is None else [Measure(*pair) for pair in sums]
+
+    def is_atomic(self, segments: Sequence[Segment]) -> bool:
+        """A run of them does all or nothing: the kernel allocates before it begins, and cannot fail afterwards."""
+        return self._kernel is not None and all(map(self._kernel.knows, segments))
 
     def _torch_pool(self) -> TorchPool:
         if self._pool is None:

@@ -11,9 +11,10 @@ import torch
 from megatrain.optim.device_update import DeviceUpdater
 from megatrain.optim.disk_update import DiskUpdater
 from megatrain.optim.lossless_update import LosslessSegment, update_lossless
+from megatrain.optim.marks import Marks
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import CpuUpdater, Measure
-from megatrain.plan.placement import DISK_TIER, HBM, Place
+from megatrain.plan.placement import DISK_TIER, HBM
 from megatrain.transport.disk import DiskWindow
 
 if TYPE_CHECKING:
@@ -44,22 +45,23 @@ class Updaters:
         self._pool = ThreadPoolExecutor(self._cpu.num_threads, thread_name_prefix="megatrain-lossless")
 
     def run(
-        self, place: Place, segments: Sequence[Segment | LosslessSegment], measure: bool
+        self, home: Home, segments: Sequence[Segment | LosslessSegment], measure: bool, marks: Marks
     ) -> Sequence[Measure | None]:
-        """Update the segments of a home that lives in `place`. Returns a Measure for each, if asked for.
+        """Update what is not marked of segments of a home. Returns a Measure for each, if asked for.
 
         Several threads may be here at once: one for homes on disk, one for those updated on the device, one for others.
         """
+        place = home.place
         if place == HBM:
-            return self._device.run(segments, measure)
+            return self._device.run(segments, measure, marks)
         if place.update == "device":
-            return self._device.run_streamed(segments, measure)
+            return self._device.run_streamed(segments, measure, marks)
         if any(isinstance(segment, LosslessSegment) for segment in segments):
-            return update_lossless(self._cpu, self._pool, segments, measure)
+            return update_lossless(self._cpu, self._pool, segments, measure, marks)
         if self._disk is not None and DISK_TIER in place.tiers.values():
             # The next visit reads weights from there.
-            return self._disk.run(segments, measure, waits=place.weights == DISK_TIER)
-        return self._cpu.run(segments, measure)
+            return self._disk.run(home, segments, measure, marks, waits=place.weights == DISK_TIER)
+        return self._cpu.run(segments, measure, marks=marks)
 
     def close(self) -> None:
         self._cpu.close()

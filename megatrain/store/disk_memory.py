@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -48,7 +48,7 @@ class DiskMemory:
         self._checks: DiskChecks | None = None
         self._store: DiskStore | None = None
         self._owner = OwnProcess()
-        self._writes: list[Fence] = []
+        self._writes: list[tuple[Fence, Callable[[], None]]] = []
         self._lock = threading.Lock()
         self._maps_lock = threading.Lock()
         # Outside the lock: the garbage collector may drop a tensor in the middle of anything.
@@ -118,19 +118,19 @@ class DiskMemory:
         if self._checks is not None:
             self._checks.end_step()
 
-    def wait_for(self, write: Fence) -> None:
-        """Whoever looks at tensors of this tier waits for `write` first."""
+    def wait_for(self, write: Fence, judge: Callable[[], None]) -> None:
+        """Whoever looks at tensors of this tier waits for `write` first. judge: waits, and tells its home of a failure
+        without raising it."""
         with self._lock:
-            # What failed is told by its slot too, which the next update waits for.
-            self._writes = [earlier for earlier in self._writes if not earlier.is_recorded]
-            self._writes.append(write)
+            self._writes = [one for one in self._writes if not one[0].is_recorded or one[0].error is not None]
+            self._writes.append((write, judge))
 
     def settle(self) -> None:
-        """Until what was written is what tensors show. Raises what went wrong in a write."""
+        """Until what was written is what tensors show. What went wrong in a write is told by its home."""
         with self._lock:
             writes = list(self._writes)
-        for write in writes:
-            write.wait()
+        for _, judge in writes:
+            judge()
 
     @property
     def disk_bytes(self) -> int:

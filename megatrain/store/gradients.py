@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.errors import RefusedError, UpdateError, UserError
 from megatrain.base.fence import Fence
 from megatrain.spec.layout import Field, GradientLayout
 from megatrain.store.buffers import BufferPool
@@ -259,11 +259,15 @@ class HomeGradients:
     def _leave_slab(self) -> None:
         if self._cut is not None:
             assert self._room is not None
-            lendings = self._lendings
-            is_held = (lambda: _is_any_out(lendings)) if _is_any_out(lendings) else None
+            lendings, used = self._lendings, self.used
+
+            def is_held() -> bool:
+                # An update that failed is done again with them.
+                return isinstance(used.error, UpdateError) or _is_any_out(lendings)
+
             if lendings and self.device.type == "cuda":
                 Fence.on_current_stream(self.device).wait()  # what reads those that were dropped
-            self._room.give_back(self._cut, behind=self.used, is_held=is_held)
+            self._room.give_back(self._cut, behind=used, is_held=is_held)
             self._cut = None
         self._slab = torch.empty(0, dtype=self.dtype)
 

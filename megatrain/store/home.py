@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from megatrain.base.fence import Fence
+from megatrain.base.errors import DiskError, DiskUpdateError, UpdateError
+from megatrain.base.fence import Fence, bare
 from megatrain.plan.placement import CPU, DISK_TIER, Place
 from megatrain.spec.layout import Field, GradientLayout, padded, view_field, wire_bytes
 from megatrain.store.buffers import BufferPool
@@ -63,6 +64,10 @@ class Home:
         self.version = 0
         self.num_lendings = 0
         """How often somebody got a view of the weights, into which they may write."""
+        self.torn: UpdateError | None = None
+        """Why its states cannot be used any more."""
+        self.due: set[object] = set()
+        """Updates of steps that were begun, which it has not had."""
         # Their sizes were chosen for the homes that are there from the start.
         self._rooms = {place.gradients: (rooms or {}).get(place.gradients) if keeps_gradients else None}
         room = self._rooms[place.gradients]
@@ -70,6 +75,20 @@ class Home:
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lending = Lending()
+
+    def check_sound(self) -> None:
+        """Raises UpdateError where an update has left it with states that cannot be used."""
+        if self.torn is not None:
+            raise bare(self.torn)
+
+    def tear(self, error: BaseException) -> None:
+        """An update has written a part of its states, and cannot write the rest because of `error`."""
+        if self.torn is None:
+            kind = DiskUpdateError if isinstance(error, DiskError) else UpdateError
+            self.torn = kind(
+                f"the update of {self.name!r} was written in part ({type(error).__name__}: {error}): its states cannot "
+                "be used any more. Nothing of this run can be saved from here on: go on from the last checkpoint"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -98,6 +117,7 @@ class Home:
     def read(self, field: Field) -> torch.Tensor:
         """A copy of the exact master in the field's shape, on the CPU: fp32 if split, else the wire dtype."""
         self.updated.wait()
+        self.check_sound()
         self.settle()
         if not field.is_split:
             return self.weights(field).to("cpu", copy=True)
@@ -184,6 +204,20 @@ class Home:
         self.captured.wait()
         for tier in self.tiers.values():
             tier.expose()
+        self.check_sound()
+
+
+def behind(home: Home, fence: Fence | None) -> list[Fence]:
+    """What an update of `home` waits for: gradients, a checkpoint that reads it, its last update. fence: its own.
+
+    Where that failed, the update is done again: from now on it is open, and nothing that failed is waited for.
+    """
+    before, arrived = home.updated, home.grads.arrived
+    if fence is None or fence.error is None:
+        return [arrived, home.captured, before]
+    has_failed = before.error is not None
+    fence.reopen()
+    return [arrived, home.captured] if has_failed else [arrived, home.captured, before]
 
 
 def _num_elements(fields: list[Field]) -> int:

@@ -15,6 +15,7 @@ in `store/memory.py`.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 import zlib
@@ -95,6 +96,18 @@ class LosslessMoment:
         bits = _bits_of(values, values.numel())
         for first in range(start, stop, PIECE):
             self._store(first // PIECE, *planes.encode(bits[first - start : first - start + PIECE]))
+
+    @contextlib.contextmanager
+    def undone_on_fault(self, start: int) -> Iterator[None]:
+        """Where the block raises, the piece from `start` on is again what it was."""
+        number = start // PIECE
+        header = self._headers[number]
+        content = self._piece_memory(number)[: header.num_bytes].copy()
+        try:
+            yield
+        except BaseException:
+            self._store(number, header, [content])
+            raise
 
     def to_tensor(self) -> Tensor:
         """The whole moment: (numel,) fp32. For tests and conversion; an update goes by pieces."""

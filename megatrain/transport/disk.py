@@ -6,12 +6,16 @@
 Both go past the page cache. Invariants: a slot is filled again only when its last write is over; bytes are read only
 when no write of them is under way; what was read ahead is dropped when somebody else may have changed it since the
 last update was queued (`DiskMemory.expose`). So no result depends on the number of slots or on what was predicted.
+A read that fails is raised by `open`, and nothing is written then; a write that fails tears its home (`Home.tear`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +52,10 @@ Key = tuple[tuple[int, int], ...]
 class _Slot:
     memory: torch.Tensor
     ranges: list[_Range] = field(default_factory=list)
-    under_way: list[Fence] = field(default_factory=list)
-    """Reads or writes of `memory`."""
+    reads: list[Fence] = field(default_factory=list)
+    """Into `memory`, under way."""
+    writes: list[tuple[Fence, Home]] = field(default_factory=list)
+    """Out of `memory`, under way, and whose."""
     num_written: int = 0
     """How many of the ranges are written back."""
     num_exposures: int = -1
@@ -60,7 +66,7 @@ class _Slot:
 
     @property
     def is_idle(self) -> bool:
-        return all(fence.is_recorded for fence in self.under_way)
+        return all(fence.is_recorded for fence in (*self.reads, *(write for write, _ in self.writes)))
 
     @property
     def is_busy(self) -> bool:
@@ -68,8 +74,23 @@ class _Slot:
         return self.is_ahead or self.is_open or not self.is_idle
 
     def wait(self) -> None:
-        while self.under_way:
-            self.under_way.pop().wait()
+        """Until nothing is under way. What went wrong in a write tears its home; what was not read is read again."""
+        while self.writes:
+            write, home = self.writes.pop()
+            _judge(weakref.ref(home), write)
+        while self.reads:
+            with contextlib.suppress(Exception):
+                self.reads.pop().wait()
+
+    def arrive(self) -> None:
+        """Until all is read. Raises what went wrong."""
+        while self.reads:
+            self.reads.pop().wait()
+
+    def forget(self) -> None:
+        """What it holds, or was to hold."""
+        self.is_open = False
+        self.ranges, self.num_written = [], 0
 
     def parts(self) -> list[torch.Tensor]:
         """The slot's memory for each range."""
@@ -98,13 +119,16 @@ class DiskWindow:
         self._slots = [_Slot(memory.empty(slot_bytes)) for _ in range(num_slots)]
         self._ahead: dict[Key, _Slot] = {}
         self._open: _Slot | None = None
+        self._owner: Home | None = None
         self._ranges: dict[Key, list[_Range]] = {}
 
-    def open(self, tensors: Sequence[torch.Tensor], fresh: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, those on disk as views of a slot with what is there. They end with `close`.
+    def open(self, home: Home, tensors: Sequence[torch.Tensor], fresh: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, those on disk as views of a slot with what is there. They end with `close` or `abandon`.
 
-        fresh: one of them, which others write between two updates and an update only reads: it is not read ahead.
-        All that is on disk, each tensor in whole pages, fits in a slot.
+        home: whose they are. fresh: one of them, which others write between two updates and an update only reads: it is
+        not read ahead. All that is on disk, each tensor in whole pages, fits in a slot.
+
+        Raises DiskError; nothing is open then.
         """
         ranges: dict[int, _Range] = {}
         for number, tensor in enumerate(tensors):
@@ -119,12 +143,16 @@ class DiskWindow:
         self._ranges[key] = list(first.values())
         self.predictor.observe(key)
         slot = self._open = self._take(key, list(first.values()))
-        slot.is_open = True
-        self._read(slot, list(last.values()))
-        self._read_ahead()
-        started = time.perf_counter()
-        slot.wait()
-        self.wait_seconds += time.perf_counter() - started
+        self._owner, slot.is_open = home, True
+        try:
+            self._read(slot, list(last.values()))
+            self._read_ahead()
+            started = time.perf_counter()
+            slot.arrive()
+            self.wait_seconds += time.perf_counter() - started
+        except BaseException:
+            self.abandon()
+            raise
         parts = dict(zip((*first, *last), slot.parts(), strict=True))
         return [
             _view(parts[number], tensor, tensor.data_ptr() % PAGE_BYTES) if number in parts else tensor
@@ -137,10 +165,25 @@ class DiskWindow:
         if slot is None:
             return
         slot.is_open = False
-        for of, memory in zip(slot.ranges[: slot.num_written], slot.parts(), strict=False):
-            write = of.extent.write(of.start, memory)
-            slot.under_way.append(write)
-            self._disk.wait_for(write)
+        home = self._owner
+        assert home is not None
+        try:
+            for of, memory in zip(slot.ranges[: slot.num_written], slot.parts(), strict=False):
+                write = of.extent.write(of.start, memory)
+                slot.writes.append((write, home))
+                judge = functools.partial(_judge, weakref.ref(home), write)
+                self._disk.wait_for(write, judge)
+                write.when_recorded(judge)
+        except BaseException as error:
+            home.tear(error)
+            raise
+
+    def abandon(self) -> None:
+        """Forget what `open` returned: the disk keeps what it has."""
+        slot, self._open = self._open, None
+        if slot is not None:
+            slot.forget()
+            slot.wait()
 
     def end_exposures(self) -> None:
         """What others changed until now is what the next update reads. (For the thread that queues updates.)"""
@@ -156,7 +199,7 @@ class DiskWindow:
         self._read_ahead()
 
     def flush(self) -> None:
-        """Wait until all is written."""
+        """Wait until all is written. A home of which something could not be is torn then."""
         for slot in self._slots:
             if not slot.is_ahead:
                 slot.wait()
@@ -216,7 +259,7 @@ class DiskWindow:
         num_before = len(slot.ranges)
         slot.ranges = [*slot.ranges, *ranges]
         for of, memory in zip(ranges, slot.parts()[num_before:], strict=True):
-            slot.under_way.append(of.extent.read(of.start, memory))
+            slot.reads.append(of.extent.read(of.start, memory))
 
 
 class WeightReader:
@@ -248,6 +291,16 @@ class WeightReader:
             lambda: extent.read(offset, self.slots.take(loan, None)[:num_bytes]), after=(home.updated, loan.turn)
         )
         return loan, arrived
+
+
+def _judge(home_ref: weakref.ref[Home], write: Fence) -> None:
+    """Once a write is over. The disk keeps this for those that failed, and must not keep a model alive."""
+    try:
+        write.wait()
+    except Exception as error:
+        home = home_ref()
+        if home is not None:
+            home.tear(error)
 
 
 def _pages(tensor: torch.Tensor, extent: Extent, offset: int) -> _Range:

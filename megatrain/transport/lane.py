@@ -4,7 +4,8 @@ A lane does one piece of work at a time: the first, in the order of submission, 
 late fence holds back what waits for it, and nothing else.
 Rule: only fences order work, in one lane as across lanes: of two pieces that must keep their order, the second names
 the fence of the first. What fails in a lane is raised by whoever waits for its fence, and by `submit`; the lane does
-nothing more then.
+nothing more then. Only where the update of a home failed (UpdateError), or what waits for that, the lane goes on with
+the others: their homes are what they should be.
 
 What it gives up: a piece that has begun holds the lane, unless others go on with it (`submit`). And a CUDA stream works
 in order: a fence of a GPU is recorded when its work is enqueued, perhaps long before that is over, and what the lane
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatrain.base.errors import UpdateError
 from megatrain.base.fence import Fence, bare
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -157,7 +159,8 @@ class Lane:
         self._inbox.put(True)
 
     def _fail(self, piece: _Piece, error: BaseException) -> None:
-        self._error = bare(error)
+        if not isinstance(error, UpdateError):
+            self._error = bare(error)
         piece.fence.fail(error)
 
     def _run_on_stream(self, work: Callable[[], object]) -> Fence | torch.cuda.Event | None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatrain.base.errors import UpdateError
 from megatrain.base.fence import Fence
 from megatrain.store.home import Home
 
@@ -85,6 +86,10 @@ class SlabRing:
             self._lent.pop(home, None)
 
     def _receive(self, loan: Loan, used_up: Fence) -> None:
-        # Without a slab if the work failed before; then `used_up` has failed too, and tells the next.
-        self._free.append((loan.slab, used_up))
+        if not isinstance(used_up.error, UpdateError):
+            # Without a slab if the work failed before; then `used_up` has failed too, and tells the next.
+            self._free.append((loan.slab, used_up))
+        elif loan.slab is not None:
+            # A failed update is over, and concerns no other home. One that it kept from its turn has left the slab.
+            self._free.append((loan.slab, Fence.done()))
         self._awaited.popleft().record()

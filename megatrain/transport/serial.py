@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from megatrain.base.errors import UpdateError
 from megatrain.base.fence import Fence
 from megatrain.plan.placement import Place
-from megatrain.store.home import Home
+from megatrain.store.home import Home, behind
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.hops import Hops, copy_
@@ -33,6 +34,7 @@ class SerialStream:
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) on the device."""
         self.counters.visit(home)
+        home.check_sound()
         home.updated.wait()
         if home.place.is_resident:
             return home.wire
@@ -66,12 +68,24 @@ class SerialStream:
         tensor.copy_(host)
         return Fence.done()
 
-    def update(self, home: Home, work: Callable[[], None]) -> None:
-        """Run an update of `home`."""
-        home.grads.arrived.wait()
-        home.captured.wait()
-        work()
-        home.updated = Fence.done()
+    def update(self, home: Home, work: Callable[[], None], fence: Fence | None = None) -> None:
+        """Run an update of `home`. What fails in it is raised by whoever reads the home, as with lanes."""
+        home.check_sound()
+        failure = None if fence is None else fence.error
+        for other in behind(home, fence):
+            other.wait()
+        before, fence = home.updated, fence or Fence()
+        try:
+            work()
+        except UpdateError as error:
+            fence.fail(error)
+        except BaseException:
+            home.updated = before
+            fence.record() if failure is None else fence.fail(failure)
+            raise
+        else:
+            fence.record()
+        home.updated = home.grads.used = fence
 
     def rest(self) -> None:
         """Nothing is read ahead."""

@@ -29,7 +29,7 @@ from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.fence import Fence
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, Place
-from megatrain.store.home import Home
+from megatrain.store.home import Home, behind
 from megatrain.transport.counters import Counters
 from megatrain.transport.disk import DiskWindow, WeightReader
 from megatrain.transport.drain import GradientPacket, land
@@ -113,6 +113,7 @@ class LaneStream:
 
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) in a slot; the caller's stream is ordered behind the copy."""
+        home.check_sound()
         self.counters.visit(home)
         if home.place.is_resident:
             with self.waiting("weights"):
@@ -209,20 +210,25 @@ class LaneStream:
         computed = Fence.on_current_stream(self.device)
         return self._h2d.submit(lambda: self.hops.bring(host, tensor, name), after=(computed, sent))
 
-    def update(self, home: Home, work: Callable[[], None]) -> None:
+    def update(self, home: Home, work: Callable[[], None], fence: Fence | None = None) -> None:
         """Queue an update of `home`, where it is updated, behind its gradients and its last update. From now on
-        `updated` is behind it."""
+        `updated` is behind it.
+
+        fence: its own; that of an update which failed, where that is done again.
+        """
+        home.check_sound()
         if self.window is not None:
             self.window.end_exposures()
-        lane, after = self._cpu, [home.grads.arrived, home.updated, home.captured]
+        failure = None if fence is None else fence.error
+        after = behind(home, fence)
+        lane, fence = self._cpu, fence or Fence()
         if home.place.update == "device":
             lane = self._device_update
             after.append(Fence.on_current_stream(self.device))
         elif DISK_TIER in home.place.tiers.values() and self._disk_update is not None:
             lane = self._disk_update
         assert lane is not None
-        before, fence = (home.updated, home.grads.used), Fence()
-        version = home.version
+        before, version = (home.updated, home.grads.used), home.version
 
         def update() -> None:
             with working_on(self.hops, home):
@@ -239,7 +245,7 @@ class LaneStream:
                 lane.flush()
             if not fence.is_recorded:
                 home.updated, home.grads.used = before
-                fence.record()
+                fence.record() if failure is None else fence.fail(failure)
             raise
         for ring in self._rings.values():
             ring.take_back(home, fence)
