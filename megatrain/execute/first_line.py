@@ -35,7 +35,10 @@ def describe_states(formats: Formats, config: Config) -> str:
     if formats.gradient_dtype_name == "bf16":
         parts.append('gradients summed in fp32 and sent home in bf16 (exact: grad_dtype="fp32")')
     if config.clip == "layer":
-        parts.append('gradients clipped layer by layer and not kept (exact global norm: clip="global")')
+        parts.append(
+            'gradients clipped layer by layer and not kept (exact global norm: clip="global"), so an update that fails '
+            "leaves the last checkpoint to go on from"
+        )
     return ", ".join(parts)
 
 

@@ -96,8 +96,12 @@ class Update:
             engine.transport.update(self.home, run, self.fence)
         finally:
             if self.home.updated is self.fence:
-                for count, number in self.counts:
-                    count.fill_(number)
+                self.count()
+
+    def count(self) -> None:
+        """A second time changes nothing: an interrupt may come between."""
+        for count, number in self.counts:
+            count.fill_(number)
 
     def _judge(self, error: Exception, *, is_last: bool) -> None:
         """Raise what ends it for good, if anything does."""
@@ -184,6 +188,8 @@ class OpenStep:
                 queue(update)
         for update in self._left:
             update.home.updated.wait()
+        for update in [] if begun is None else begun.updates:
+            update.count()
         if begun is not None and engine.num_steps == begun.number:
             engine.end_step()
         self.end()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatrain.base.errors import DiskError
 from megatrain.base.fence import Fence
 from megatrain.store.disk import Extent
 from megatrain.store.disk_memory import DiskMemory
@@ -142,10 +143,25 @@ class DiskWindow:
         key = tuple((tensors[number].data_ptr(), tensors[number].nbytes) for number in first)
         self._ranges[key] = list(first.values())
         self.predictor.observe(key)
-        slot = self._open = self._take(key, list(first.values()))
+        was_ahead = key in self._ahead
+        try:
+            slot = self._arrived(home, key, list(first.values()), list(last.values()))
+        except DiskError:
+            if not was_ahead:
+                raise
+            slot = self._arrived(home, key, list(first.values()), list(last.values()))
+        parts = dict(zip((*first, *last), slot.parts(), strict=True))
+        return [
+            _view(parts[number], tensor, tensor.data_ptr() % PAGE_BYTES) if number in parts else tensor
+            for number, tensor in enumerate(tensors)
+        ]
+
+    def _arrived(self, home: Home, key: Key, first: list[_Range], last: list[_Range]) -> _Slot:
+        """The open slot, with all that is read into it."""
+        slot = self._open = self._take(key, first)
         self._owner, slot.is_open = home, True
         try:
-            self._read(slot, list(last.values()))
+            self._read(slot, last)
             self._read_ahead()
             started = time.perf_counter()
             slot.arrive()
@@ -153,11 +169,7 @@ class DiskWindow:
         except BaseException:
             self.abandon()
             raise
-        parts = dict(zip((*first, *last), slot.parts(), strict=True))
-        return [
-            _view(parts[number], tensor, tensor.data_ptr() % PAGE_BYTES) if number in parts else tensor
-            for number, tensor in enumerate(tensors)
-        ]
+        return slot
 
     def close(self) -> None:
         """Begin to write back what `open` returned, but for what is fresh."""
