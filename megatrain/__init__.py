@@ -25,6 +25,7 @@ _PUBLIC = {
     "UserError": "megatrain.base.errors",
     "RefusedError": "megatrain.base.errors",
     "NonFiniteError": "megatrain.base.errors",
+    "UpdateError": "megatrain.base.errors",
 }
 
 __all__ = [*_PUBLIC, "optim"]
