@@ -70,7 +70,7 @@ class HomeMover:
         if is_any_held:
             return False
         engine.wait()
-        return not any(home.grads.is_holding() for home in engine.homes)
+        return not any(home.grads.is_holding() or home.due for home in engine.homes)
 
     def may_move(self, home: Home) -> bool:
         """Whether the home can live elsewhere at all."""
