@@ -48,7 +48,7 @@ class Update:
 
     def __init__(self, home: Home, pairs: list[Any], *, is_kept: bool = True) -> None:
         self.home, self.pairs, self.is_kept = home, pairs, is_kept
-        self.is_done = False
+        self.is_done = self.is_queued = False
         self.counts: list[tuple[torch.Tensor, int]] = []
         """Step counts, and what they are once it is queued."""
         self.work: Callable[[Marks], None] | None = None
@@ -95,7 +95,8 @@ class Update:
         try:
             engine.transport.update(self.home, run, self.fence)
         finally:
-            if self.home.updated is self.fence:
+            self.is_queued = self.home.updated is self.fence
+            if self.is_queued:
                 self.count()
 
     def count(self) -> None:
@@ -229,13 +230,24 @@ def _settle(updates: Iterable[Update]) -> None:
             update.home.updated.wait()
 
 
-def check_whole(engine: Engine, what: str) -> None:
-    """Refuse `what` (saving) while layers are not at the same step. Waits for updates.
+def _is_queued(update: object) -> bool:
+    return isinstance(update, Update) and update.is_queued
+
+
+def check_whole(engine: Engine, what: str, *, waits: bool = True) -> None:
+    """Refuse `what` (saving) while layers are not at the same step.
+
+    waits: for updates; else those that run may still fail.
 
     Raises UpdateError that names a layer whose update failed; RefusedError where a step was interrupted.
     """
-    engine.wait()
-    behind = [home.name for home in engine.homes if home.due]
+    if waits:
+        engine.wait()
+    for home in engine.homes:
+        home.check_sound()
+        if home.updated.error is not None:
+            home.updated.wait()
+    behind = [home.name for home in engine.homes if not all(_is_queued(update) for update in tuple(home.due))]
     if behind:
         raise RefusedError(
             f"{what}: optimizer.step() was interrupted, and {len(behind)} layers, the first of them {behind[0]!r}, "
