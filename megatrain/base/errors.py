@@ -61,6 +61,13 @@ class CorruptUpdateError(UpdateError, CorruptionError):
     """As UpdateError, where bytes had changed."""
 
 
+def kind_of_update_error(reason: BaseException) -> type[UpdateError]:
+    """Which says of what kind its reason was."""
+    if isinstance(reason, DiskError):
+        return DiskUpdateError
+    return CorruptUpdateError if isinstance(reason, CorruptionError) else UpdateError
+
+
 class RefusedError(RuntimeError):
     """A call that makes no sense on a streamed model (or would do harm silently), refused by name."""
 

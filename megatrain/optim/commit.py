@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatrain.base.errors import DiskError, DiskUpdateError, RefusedError, UpdateError
+from megatrain.base.errors import RefusedError, UpdateError, kind_of_update_error
 from megatrain.base.fence import Fence
 from megatrain.execute.engine import Engine
 from megatrain.optim.marks import HalfWrittenError, Marks
@@ -115,8 +115,7 @@ class Update:
             return
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # whoever hears of it finds nothing under way
-        kind = DiskUpdateError if isinstance(error, DiskError) else UpdateError
-        raise kind(
+        raise kind_of_update_error(error)(
             f"the update of {self.home.name!r} failed {NUM_RETRIES + 1} times ({type(error).__name__}: {error}). Other "
             f"layers have made their step. Nothing is saved in between: {_AGAIN if self.is_kept else _REFUGE} go on "
             "from the last checkpoint"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from megatrain.base.errors import DiskError, DiskUpdateError, UpdateError
+from megatrain.base.errors import UpdateError, kind_of_update_error
 from megatrain.base.fence import Fence, bare
 from megatrain.plan.placement import CPU, DISK_TIER, Place
 from megatrain.spec.layout import Field, GradientLayout, padded, view_field, wire_bytes
@@ -84,8 +84,7 @@ class Home:
     def tear(self, error: BaseException) -> None:
         """An update has written a part of its states, and cannot write the rest because of `error`."""
         if self.torn is None:
-            kind = DiskUpdateError if isinstance(error, DiskError) else UpdateError
-            self.torn = kind(
+            self.torn = kind_of_update_error(error)(
                 f"the update of {self.name!r} was written in part ({type(error).__name__}: {error}): its states cannot "
                 "be used any more. Nothing of this run can be saved from here on: go on from the last checkpoint"
             )

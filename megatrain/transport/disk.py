@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatrain.base.errors import DiskError
+from megatrain.base.errors import CorruptionError, DiskError
 from megatrain.base.fence import Fence
 from megatrain.store.disk import Extent
 from megatrain.store.disk_memory import DiskMemory
@@ -146,7 +146,7 @@ class DiskWindow:
         was_ahead = key in self._ahead
         try:
             slot = self._arrived(home, key, list(first.values()), list(last.values()))
-        except DiskError:
+        except (DiskError, CorruptionError):
             if not was_ahead:
                 raise
             slot = self._arrived(home, key, list(first.values()), list(last.values()))
