@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class Fault:
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if self.first <= number < self.first + self.num_times:
             self._spoil(*args, **kwargs)
-            raise self._error
+            raise copy.copy(self._error)  # one that is raised again would hold the frames of every model
         return self._real(*args, **kwargs)
 
 
