@@ -8,6 +8,8 @@ import gc
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from megatrain.store.tier import PAGE_BYTES
 
 pytestmark = pytest.mark.timeout(180)
 
+ROOT = Path(__file__).parent.parent
 NUM_BYTES = 20 * PAGE_BYTES + 77
 
 
@@ -147,19 +150,42 @@ def test_what_a_full_disk_had_left_is_told(store: DiskStore, calls: Faults, monk
 
     monkeypatch.setattr(calls, "reserve", fill)
     monkeypatch.setattr(disk_file.psutil, "disk_usage", lambda path: seen.append(reserved_bytes(store)) or usage(path))
-    with pytest.raises(UserError, match="cannot reserve"):
+    with pytest.raises(UserError, match="cannot reserve 8.0 MiB .* are free"):
         store.allocate(2**24)
     assert seen == [[0, 0]], "free bytes were read before the half that had been reserved was given back"
 
 
+ON_A_SMALL_DISK = """
+import os, sys
+from megatrain.base.errors import UserError
+from megatrain.store.disk import DiskStore
+
+store = DiskStore([sys.argv[1]])
+try:
+    store.allocate(2**24)
+except UserError as error:
+    print(error)
+print(os.fstat(store._disks[0].file.fd).st_blocks)
+store.allocate(2**22)
+"""
+
+
 def test_more_than_the_disk_has_is_refused(tmp_path: Path) -> None:
-    store = DiskStore([tmp_path])
-    free_bytes = os.statvfs(tmp_path).f_bfree * os.statvfs(tmp_path).f_frsize
-    if free_bytes > 2**43:
-        pytest.skip("a file cannot be larger than this disk")
-    with pytest.raises(UserError, match="cannot reserve .* are free"):
-        store.allocate(free_bytes + 2**30)
-    assert reserved_bytes(store) == [0]
+    """On a disk of 8 MiB of its own: some file systems reserve all there is first, and whoever else writes there then
+    fails."""
+    mount = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
+    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(tmp_path)]
+    try:
+        subprocess.run([*own, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nothing can be mounted here")
+    done = subprocess.run(
+        [*own, sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    told, num_blocks = done.stdout.splitlines()
+    assert "cannot reserve 16.0 MiB" in told and "8.0 MiB are free" in told
+    assert num_blocks == "0"
 
 
 def test_a_disk_that_gives_reserved_space_away(store: DiskStore, calls: Faults) -> None:
