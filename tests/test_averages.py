@@ -139,10 +139,17 @@ def odd_steps(options: StreamOptions, folder: Path) -> dict[str, torch.Tensor]:
     return {**averages, **result(model, optimizer)}
 
 
+@pytest.fixture(scope="module")
+def of_odd_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return odd_steps(StreamOptions(serial=True), tmp_path_factory.mktemp("truth"))
+
+
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-def test_averages_and_written_gradients_depend_on_no_place(place: str | Place, tmp_path: Path) -> None:
-    truth = odd_steps(StreamOptions(serial=True), tmp_path)
-    assert_same(odd_steps(StreamOptions(places=place, poison=True, lane_delay_seconds=0.002), tmp_path), truth)
+def test_averages_and_written_gradients_depend_on_no_place(
+    place: str | Place, of_odd_steps: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    options = StreamOptions(places=place, poison=True, lane_delay_seconds=0.002)
+    assert_same(odd_steps(options, tmp_path), of_odd_steps)
 
 
 def test_a_skipped_step_leaves_averages() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from interrupting import interrupted
 from trainer_helpers import arguments, assert_equal_weights, llama, rows, train, weights
 from transformers import TrainerCallback
@@ -283,28 +284,34 @@ def test_a_signal_at_the_end_changes_nothing(event: str, tmp_path: Path) -> None
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+def evaluating_trainer(folder: Path, *callbacks: TrainerCallback) -> mt.Trainer:
+    return mt.Trainer(
+        llama(attention_dropout=0.2),
+        arguments(folder, eval_strategy="epoch", num_train_epochs=3),
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        callbacks=list(callbacks),
+    )
+
+
+@pytest.fixture(scope="module")
+def of_whole_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    trainer = evaluating_trainer(tmp_path_factory.mktemp("whole"))
+    trainer.train()
+    return weights(trainer.model)
+
+
 @pytest.mark.parametrize("event", ["on_step_begin", "on_evaluate", "on_epoch_end", "on_epoch_begin"])
 @pytest.mark.parametrize("at", [2, 3])
-def test_a_signal_anywhere_leaves_a_run_that_goes_on_bit_for_bit(event: str, at: int, tmp_path: Path) -> None:
+def test_a_signal_anywhere_leaves_a_run_that_goes_on_bit_for_bit(
+    event: str, at: int, of_whole_run: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     """Step 3 ends the epoch: its evaluation draws random numbers, and is of the run."""
-
-    def make(folder: str, *callbacks: TrainerCallback) -> mt.Trainer:
-        settings = arguments(tmp_path / folder, eval_strategy="epoch", num_train_epochs=3)
-        return mt.Trainer(
-            llama(attention_dropout=0.2),
-            settings,
-            train_dataset=rows(),
-            eval_dataset=rows(4),
-            callbacks=list(callbacks),
-        )
-
-    whole = make("whole")
-    whole.train()
     with pytest.raises(StoppedRunError):
-        make("ended", SignalledIn(event, at)).train()
-    resumed = make("ended")
+        evaluating_trainer(tmp_path, SignalledIn(event, at)).train()
+    resumed = evaluating_trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)
-    assert_equal_weights(weights(resumed.model), weights(whole.model))
+    assert_equal_weights(weights(resumed.model), of_whole_run)
 
 
 def test_the_checkpoint_of_a_signal_stays_though_another_is_the_best(tmp_path: Path) -> None:
