@@ -17,7 +17,7 @@ from update_training import start
 
 import megatrain as mt
 from megatrain.base.config import StreamOptions
-from megatrain.optim import average, kernel, muon, torch_update
+from megatrain.optim import average, kernel, orthogonal, torch_update
 from megatrain.optim.base import HomeOptimizer
 from megatrain.plan.placement import Place
 from megatrain.store.disk_calls import DiskCalls
@@ -108,7 +108,7 @@ def spoil_code(moment: LosslessMoment, start: int, values: torch.Tensor) -> None
 
 LOSSLESS = {"optimizer_compression": "lossless"}
 ENCODE = {"owner": LosslessMoment, "name": "encode_", "error": memory(), "spoil": spoil_code}
-PRODUCTS = {"owner": muon, "name": "orthogonalise", "error": torch.OutOfMemoryError("out of memory")}
+PRODUCTS = {"owner": orthogonal, "name": "orthogonalise", "error": torch.OutOfMemoryError("out of memory")}
 DISK_READ = {"owner": DiskCalls, "name": "read", "error": OSError(errno.EIO, os.strerror(errno.EIO))}
 CASES = {
     "kernel": on_kernel(),

@@ -20,7 +20,8 @@ from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.report import layer_report
 from megatrain.optim import definition, formula, muon, rules
-from megatrain.optim.muon import Muon, orthogonalise
+from megatrain.optim.muon import Muon
+from megatrain.optim.orthogonal import orthogonalise
 from megatrain.optim.segment import Segment
 from megatrain.spec.formats import BLOCK
 from megatrain.store.masters import split_
@@ -178,9 +179,8 @@ class Definition:
         formula.muon_direction_(direction, g, states[0], scalars)
         rows, columns = w.shape[-2:]
         matrices = [orthogonalise(one, (3.4445, -4.7750, 2.0315), 5, 1e-7) for one in direction.view(-1, rows, columns)]
-        is_original = self.numbers["adjust_lr_fn"] is None
+        lr, is_original = self.numbers["lr"], self.numbers["adjust_lr_fn"] is None
         factor = math.sqrt(max(1, rows / columns)) if is_original else 0.2 * math.sqrt(max(rows, columns))
-        lr = self.numbers["lr"]
         scalars = formula.MuonStepScalars.at(lr, lr * factor, self.numbers["weight_decay"])
         formula.muon_step_(w, torch.stack(matrices).view(w.shape).float(), scalars)
 

@@ -98,13 +98,7 @@ class DeviceUpdater:
                     update = functools.partial(staging[number % 2].update, piece, enqueue)
                     sums[index] += marks.once(number, update)
             finally:
-                try:
-                    # Also after a fault: pieces that went before have their marks.
-                    for one in staging:
-                        one.finish()
-                finally:
-                    for one in staging:
-                        one.synchronize()
+                _finish(staging)
         return [_measure(of_segment) if measure else None for of_segment in sums]
 
     def _enqueue(self, segment: Segment, measure: bool, marks: Marks) -> list[Tensor]:
@@ -155,10 +149,10 @@ class _Staging:
             staying = [tensor for tensor in written(piece) if tensor.device.type != "cpu"]
             with undone_on_fault(staying):
                 sums = enqueue(staged)
+            changed = [(host, device) for host, device in pairs if host is not piece.grad]
             with _no_way_back():
-                for host, device in pairs:
-                    if host is not piece.grad:
-                        self._under_way.append(hops.begin(host, device, f"updated states of {name} on their way home"))
+                for host, device in changed:
+                    self._under_way.append(hops.begin(host, device, f"updated states of {name} on their way home"))
         return sums
 
     def finish(self) -> None:
@@ -190,6 +184,16 @@ class _Staging:
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _finish(staging: Sequence[_Staging]) -> None:
+    """Also after a fault: the pieces that went before have their marks."""
+    try:
+        for one in staging:
+            one.finish()
+    finally:
+        for one in staging:
+            one.synchronize()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ such matrices in bf16 there that the plan does not count.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatrain.base.errors import RefusedError, UserError
@@ -37,6 +35,7 @@ from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.formula import AdamWScalars, MuonDirectionScalars, MuonStepScalars
 from megatrain.optim.lossless_update import LosslessSegment
 from megatrain.optim.marks import Marks
+from megatrain.optim.orthogonal import NewtonSchulz, Workspace
 from megatrain.optim.rules import Rule, Scalars
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import Measure
@@ -45,8 +44,6 @@ from megatrain.plan.placement import HBM_TIER, RAM, Place
 from megatrain.spec.formats import BLOCK
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home
-from megatrain.store.tier import Tier
-from megatrain.transport.hops import hops_at_hand
 
 ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 _LOOKED_UP_OR_SLID = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
@@ -176,7 +173,7 @@ class Muon(HomeOptimizer):
         held = marks.once("direction", workspace.take)
         direction = held[:numel]
         self._updaters.run(home, [part.momentum_half(direction)], False, marks.within("momentum"))
-        orthogonal = workspace.orthogonalise(direction.view(-1, *part.shape[-2:]), part.numbers)
+        orthogonal = workspace.orthogonalise(direction.view(-1, *part.shape[-2:]), part.numbers.newton_schulz)
         measures = self._updaters.run(home, [part.step_half(orthogonal)], measure, marks.within("step"))
         workspace.give_back(held)
         return measures
@@ -198,8 +195,7 @@ class _Numbers:
     lr: float
     weight_decay: float
     adjust_lr_fn: str | None
-    newton_schulz: tuple[tuple[float, float, float], int, float]
-    """Coefficients, number of iterations, eps: of `orthogonalise`."""
+    newton_schulz: NewtonSchulz
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,91 +235,6 @@ class MatrixUpdate:
             key=flat.key,
             first=0 if isinstance(flat, LosslessSegment) else flat.first,
         )
-
-
-class Workspace:
-    """Where one update lane keeps a direction, and the stream on which that goes to the device and back.
-
-    Args:
-        memory: of the homes.
-        device: where matrices are orthogonalised.
-        is_streamed: the flat halves copy the direction to the device too.
-    """
-
-    def __init__(self, memory: Tier, device: torch.device, is_streamed: bool) -> None:
-        self._numel = 0
-        self._direction: torch.Tensor | None = None
-        """While nothing works on it."""
-        self._orthogonal = torch.empty(0, dtype=torch.bfloat16)
-        self._memory, self._device, self._is_streamed = memory, device, is_streamed
-        # Homes on the device are updated on their lane's stream. The CPU's lane has none, and must not use that of the
-        # forward and backward.
-        crosses = device.type == "cuda" and memory.device.type == "cpu"
-        self._stream = torch.cuda.Stream(device) if crosses else None
-
-    def reserve(self, numel: int) -> None:
-        """Room for directions of `numel` numbers."""
-        if numel > self._numel:
-            self._numel, self._direction = numel, None
-            self._direction = self.take()
-            self._orthogonal = self._memory.empty(2 * numel, pinned=True).view(torch.bfloat16)
-
-    def take(self) -> Tensor:
-        """Memory for a direction, flat fp32, until it is given back: by an update that is over, and no other's before.
-        An update that failed keeps its own."""
-        direction, self._direction = self._direction, None
-        if direction is None:
-            direction = self._memory.empty(4 * self._numel, pinned=self._is_streamed).view(torch.float32)
-        return direction
-
-    def give_back(self, direction: Tensor) -> None:
-        if direction.numel() == self._numel:
-            self._direction = direction
-
-    def orthogonalise(self, directions: Tensor, numbers: _Numbers) -> Tensor:
-        """Each of `directions` ((matrices, rows, columns) fp32) orthogonalised: flat bf16, where they are, until the
-        next call."""
-        flat = self._orthogonal[: directions.numel()]
-        stream = contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        try:
-            with torch.no_grad(), stream:
-                for direction, result in zip(directions, flat.view_as(directions), strict=True):
-                    result.copy_(direction)
-                    if self._stream is None:
-                        result.copy_(orthogonalise(result, *numbers.newton_schulz))
-                        continue
-                    matrix = _cross(torch.empty_like(result, device=self._device), result)
-                    _cross(result, orthogonalise(matrix, *numbers.newton_schulz))
-        finally:
-            if self._stream is not None:
-                self._stream.synchronize()
-        return flat
-
-
-def _cross(target: Tensor, source: Tensor) -> Tensor:
-    """`target`, with a copy of `source` enqueued."""
-    hops, name = hops_at_hand()
-    hops.move(target, source, f"a direction of {name} between host and device")
-    return target
-
-
-def orthogonalise(matrix: Tensor, coefficients: Sequence[float], num_steps: int, eps: float) -> Tensor:
-    """U S' V^T for a matrix U S V^T, with S' near 1: the quintic Newton-Schulz iteration of Jordan et al. (2024).
-
-    matrix: (rows, columns), any float dtype; left as it is. coefficients: a, b, c of the polynomial
-    a x + b x^3 + c x^5 of singular values. Returns (rows, columns) bf16; a matrix of zeros stays zero.
-    """
-    a, b, c = coefficients
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16()
-    x = x.T if is_tall else x
-    # The Frobenius norm bounds the largest singular value.
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(num_steps):
-        square = x @ x.T
-        polynomial = torch.addmm(square, square, square, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return (x.T if is_tall else x).contiguous()
 
 
 def adjust_lr(lr: float, adjust_lr_fn: str | None, rows: int, columns: int) -> float:
