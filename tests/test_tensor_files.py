@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import threading
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -14,7 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.base.errors import UserError
+from megatrain.save import checkpoints, tensor_files
+from megatrain.save.checkpoints import MANIFEST_NAME, write_manifest
 from megatrain.save.tensor_files import Entry, MappedTensors, Shards, TensorFile
+from megatrain.store.disk_calls import DiskCalls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.int64, torch.bool]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -66,6 +72,65 @@ def test_what_is_written_is_read(
         assert places.keys() == expected.keys()
         assert all(name in load_file(folder / place) for name, place in places.items())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+
+
+class ShortWrites(DiskCalls):
+    """Writes a page at a time."""
+
+    def write(self, fd: int, view: memoryview, offset: int) -> int:
+        return super().write(fd, view[:4096], offset)
+
+
+class NoDirect(DiskCalls):
+    """A file system that refuses O_DIRECT."""
+
+    def open(self, path: object, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().open(path, flags)
+
+
+@pytest.mark.parametrize("calls", [DiskCalls(), ShortWrites(), NoDirect()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+@pytest.mark.parametrize("num_pieces", [1, 2, 7, 13])
+def test_files_of_many_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: DiskCalls, num_pieces: int, extra: int
+) -> None:
+    piece_bytes = 8192
+    for module in (checkpoints, tensor_files):
+        monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    head = TensorFile(tmp_path / "head", [Entry(name="a", dtype=torch.uint8, shape=(10**5,))], lambda: None)
+    header_bytes = head._num_bytes + head._filled_bytes
+    head.abandon()
+    sizes = [5001, num_pieces * piece_bytes - header_bytes + extra - 5001]
+    tensors = {
+        name: torch.randint(0, 256, (max(0, size),), dtype=torch.uint8) for name, size in zip("ab", sizes, strict=True)
+    }
+    path = tmp_path / "model.safetensors"
+    file = TensorFile(path, [Entry.of(*item) for item in tensors.items()], lambda: None, calls)
+    for item in tensors.items():
+        file.write(*item)
+    written = file.close()
+    read = load_file(path)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert written.num_bytes == path.stat().st_size
+    write_manifest(tmp_path, {})
+    (tmp_path / "head").unlink()
+    assert json.loads((tmp_path / MANIFEST_NAME).read_text())["files"][path.name]["sha256"] == written.checksum
+
+
+def test_a_write_that_fails_ends_the_file(tmp_path: Path) -> None:
+    class Full(DiskCalls):
+        def write(self, fd: int, view: memoryview, offset: int) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    tensor = torch.zeros(1000)
+    file = TensorFile(tmp_path / "x", [Entry.of("a", tensor)], lambda: None, Full())
+    file.write("a", tensor)
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+    file.abandon()
+    assert not any(thread.name.startswith("megatrain-save") for thread in threading.enumerate())
 
 
 def test_a_small_file_is_that_of_safetensors(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.errors import UserError
+from megatrain.base.units import MIB
 
 logger = logging.getLogger("megatrain")
 
@@ -29,9 +29,11 @@ SETTINGS_NAME = "optimizer.json"
 FOREIGN_OPTIMIZER_NAME = "optimizer.pt"
 """The optimizer of a checkpoint that plain transformers saved."""
 
-_FORMAT = 1
+PIECE_BYTES = 16 * MIB
+"""Files are read, written and hashed in pieces of this size, by several threads."""
+
+_FORMAT = 2
 _NUM_THREADS = 8
-_BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Written:
 
     num_bytes: int
     checksum: str
-    """SHA-256, hexadecimal."""
+    """Hexadecimal: the SHA-256 of its only piece, or of the SHA-256 of all pieces, one behind the other."""
 
 
 _sound: set[tuple] = set()
@@ -62,9 +64,9 @@ def write_manifest(folder: Path, known: Mapping[str, Written] | None = None) -> 
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     others = [path for path in paths if path.relative_to(folder).as_posix() not in written]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for path, checksum in zip(others, pool.map(_checksum, others), strict=True):
+        for path in others:
             name = path.relative_to(folder).as_posix()
-            written[name] = Written(num_bytes=path.stat().st_size, checksum=checksum)
+            written[name] = Written(num_bytes=path.stat().st_size, checksum=_checksum(path, pool))
     files = {name: {"bytes": one.num_bytes, "sha256": one.checksum} for name, one in sorted(written.items())}
     text = json.dumps({"format": _FORMAT, "files": files}, indent=1)
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
@@ -91,8 +93,8 @@ def damage_of(folder: Path) -> list[str]:
         return _unreadable_in(folder)
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        if manifest["format"] > _FORMAT:
-            return [f"{MANIFEST_NAME} is of a newer version of megatrain"]
+        if manifest["format"] != _FORMAT:
+            return [f"{MANIFEST_NAME} is of another version of megatrain"]
         noted = {folder / name: (int(of["bytes"]), str(of["sha256"])) for name, of in manifest["files"].items()}
         signature = _signature(noted)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -100,7 +102,7 @@ def damage_of(folder: Path) -> list[str]:
     if signature in _sound:
         return []
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        found = pool.map(lambda item: _damage(folder, item[0], *item[1]), noted.items())
+        found = (_damage(folder, path, *should, pool) for path, should in noted.items())
         damage = [one for one in found if one]
     if not damage:
         _sound.add(signature)
@@ -167,13 +169,13 @@ def _unreadable_in(folder: Path) -> list[str]:
     return damage
 
 
-def _damage(folder: Path, path: Path, num_bytes: int, checksum: str) -> str:
+def _damage(folder: Path, path: Path, num_bytes: int, checksum: str, pool: Executor) -> str:
     name = path.relative_to(folder).as_posix()
     try:
         now_bytes = path.stat().st_size
         if now_bytes != num_bytes:
             return f"{name} has {now_bytes:,} bytes and should have {num_bytes:,}"
-        if _checksum(path) != checksum:
+        if _checksum(path, pool) != checksum:
             return f"{name} has changed since it was written"
     except FileNotFoundError:
         return f"{name} is missing"
@@ -182,14 +184,24 @@ def _damage(folder: Path, path: Path, num_bytes: int, checksum: str) -> str:
     return ""
 
 
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
+def checksum_of_piece(data: bytes | memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def checksum_of_pieces(digests: Sequence[bytes]) -> str:
+    """Of a file, out of those of its pieces in order."""
+    return (digests[0] if len(digests) == 1 else checksum_of_piece(b"".join(digests))).hex()
+
+
+def _checksum(path: Path, pool: Executor) -> str:
+    starts = range(0, max(1, path.stat().st_size), PIECE_BYTES)
+    return checksum_of_pieces(list(pool.map(lambda start: _checksum_of_piece_at(path, start), starts)))
+
+
+def _checksum_of_piece_at(path: Path, start: int) -> bytes:
     with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        file.seek(start)
+        return checksum_of_piece(file.read(PIECE_BYTES))
 
 
 def _listed(damage: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from megatrain.plan.placement import DISK_TIER
 from megatrain.save.adapters import saves_adapters
 from megatrain.save.tensor_files import Entry
 from megatrain.spec.layout import Field
-from megatrain.store.home import Home
+from megatrain.store.home import Home, on_host
 from megatrain.store.lossless import LosslessMoment
 
 LOW_HALF = f"{SEPARATOR}{MASTER_LOW_HALF}"
@@ -78,10 +78,10 @@ class SavedLayers:
             self._engine.memory.disk.settle()
         fields = self._weights.get(home, {})
         weights = _converted(self._model, {name: home.as_saved(field) for name, field in fields.items()})
-        states = {f"{field.name}{LOW_HALF}": home.low_half(field).cpu() for field in self._halves[home]}
+        states = {f"{field.name}{LOW_HALF}": on_host(home.low_half(field)) for field in self._halves[home]}
         named = states_of(self._optimizer, home) if self._optimizer else {}
         for name, value in named.items():
-            states[name] = value.pack() if isinstance(value, LosslessMoment) else value.cpu()
+            states[name] = value.pack() if isinstance(value, LosslessMoment) else on_host(value)
         lent = {_storage(part) for part in (home.wire, home.low, *named.values()) if isinstance(part, torch.Tensor)}
         views = False
         for tensors in (weights, states):

@@ -4,16 +4,21 @@
 come group by group (a layer each), so that a checkpoint takes the memory of a layer. The layout is the one of
 https://github.com/huggingface/safetensors: the length of a JSON header, the header, the bytes in its order.
 
-Rule: a file is written once, from front to back, so its checksum is taken on the way and nothing is read again. The
-disk gets it in pieces, not at the end: dirty pages of a whole model would fill the memory that training lives in.
+    tensors -> blocks (page-aligned, used again) -> threads: check sum of the block, write past the page cache
+
+Rule: a file is written once, from front to back, and nothing is read again. It goes past the page cache where the file
+system can do that: dirty pages of a whole model would fill the memory that training lives in, and copying into them
+takes longer than the disk.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
+import mmap
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,8 +28,9 @@ from typing import Any
 import torch
 
 from megatrain.base.errors import UserError
-from megatrain.base.units import MIB
-from megatrain.save.checkpoints import Written
+from megatrain.save.checkpoints import PIECE_BYTES, Written, checksum_of_piece, checksum_of_pieces
+from megatrain.store.disk_calls import DiskCalls
+from megatrain.store.tier import PAGE_BYTES, round_up
 
 SUFFIX = ".safetensors"
 WEIGHTS_STEM = "model"
@@ -37,8 +43,8 @@ _DTYPE_NAMES = {
     **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64"},
 }
-_CHUNK_BYTES = 32 * MIB
-_SYNC_BYTES = 256 * MIB
+_NUM_THREADS = 4
+DISK_CALLS = DiskCalls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,70 +73,106 @@ class TensorFile:
 
     Args:
         entries: what will be written, in order.
-        check: called between pieces; what it raises ends the writing.
+        check: called between blocks; what it raises ends the writing.
+        calls: to the operating system.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], check: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, entries: Sequence[Entry], check: Callable[[], None], calls: DiskCalls = DISK_CALLS
+    ) -> None:
+        header = _header(entries)
         self._left = list(reversed(entries))
-        self._check = check
-        self._digest = hashlib.sha256()
-        self._num_bytes = self._unsynced_bytes = 0
-        # Checksum and disk go on side by side with the writing, one piece behind.
-        self._hashing, self._syncing = (ThreadPoolExecutor(1, thread_name_prefix="megatrain-save") for _ in range(2))
-        self._sync: Future[None] | None = None
-        self._file = path.open("wb", buffering=0)
-        self._put(memoryview(_header(entries)))
+        self._check, self._calls = check, calls
+        self._fd = _open(path, calls)
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="megatrain-save")
+        self._free = [_Block() for _ in range(_NUM_THREADS + 1)]
+        self._block = self._free.pop()
+        self._under_way: deque[tuple[_Block, Future[bytes]]] = deque()
+        self._digests: list[bytes] = []
+        self._num_bytes = 0
+        self._filled_bytes = 0
+        self._put(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """tensor: as its entry says, on the CPU."""
         entry = self._left.pop()
         assert (name, tensor.dtype, tuple(tensor.shape)) == (entry.name, entry.dtype, entry.shape), entry
         if tensor.numel():
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            self._put(memoryview(flat.numpy()))
+            self._put(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
     def close(self) -> Written:
         """The file is complete, and on the disk."""
         assert not self._left, f"{self._left[-1].name} was not written"
-        self._wait_for_sync()
-        os.fsync(self._file.fileno())
+        if self._filled_bytes or not self._num_bytes:
+            self._send()
+        while self._under_way:
+            self._wait_for_one()
+        os.ftruncate(self._fd, self._num_bytes)  # the last block is written in whole pages
+        os.fsync(self._fd)
         self.abandon()
-        return Written(num_bytes=self._num_bytes, checksum=self._digest.hexdigest())
+        return Written(num_bytes=self._num_bytes, checksum=checksum_of_pieces(self._digests))
 
     def abandon(self) -> None:
         """Nothing more is written."""
-        self._hashing.shutdown()
-        self._syncing.shutdown()
-        self._file.close()
+        self._pool.shutdown()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
-    def _put(self, data: memoryview) -> None:
-        for start in range(0, len(data), _CHUNK_BYTES):
-            self._check()
-            piece = data[start : start + _CHUNK_BYTES]
-            hashed = self._hashing.submit(self._digest.update, piece)
-            try:
-                self._write_piece(piece)
-            finally:
-                hashed.result()  # its memory is the caller's
-            self._num_bytes += len(piece)
-            self._unsynced_bytes += len(piece)
-            if self._unsynced_bytes >= _SYNC_BYTES:
-                self._wait_for_sync()
-                self._sync = self._syncing.submit(self._give_to_disk, self._num_bytes)
-                self._unsynced_bytes = 0
+    def _put(self, data: torch.Tensor) -> None:
+        start = 0
+        while start < data.numel():
+            size = min(data.numel() - start, PIECE_BYTES - self._filled_bytes)
+            self._block.tensor[self._filled_bytes : self._filled_bytes + size].copy_(data[start : start + size])
+            self._filled_bytes += size
+            start += size
+            if self._filled_bytes == PIECE_BYTES:
+                self._send()
 
-    def _write_piece(self, piece: memoryview) -> None:
-        while len(piece):
-            piece = piece[self._file.write(piece) :]
+    def _send(self) -> None:
+        """The block is full, or the last one."""
+        self._check()
+        self._under_way.append(
+            (self._block, self._pool.submit(self._write_block, self._block, self._filled_bytes, self._num_bytes))
+        )
+        self._num_bytes += self._filled_bytes
+        self._filled_bytes = 0
+        if not self._free:
+            self._wait_for_one()
+        self._block = self._free.pop()
 
-    def _wait_for_sync(self) -> None:
-        if self._sync is not None:
-            self._sync.result()
+    def _wait_for_one(self) -> None:
+        block, written = self._under_way.popleft()
+        self._digests.append(written.result())
+        self._free.append(block)
 
-    def _give_to_disk(self, num_bytes: int) -> None:
-        os.fdatasync(self._file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, num_bytes, os.POSIX_FADV_DONTNEED)
+    def _write_block(self, block: _Block, num_bytes: int, offset: int) -> bytes:
+        """Returns its checksum."""
+        digest = checksum_of_piece(block.view[:num_bytes])
+        view = block.view[: round_up(num_bytes, PAGE_BYTES)]
+        while len(view):
+            written_bytes = self._calls.write(self._fd, view, offset)
+            view, offset = view[written_bytes:], offset + written_bytes
+        return digest
+
+
+class _Block:
+    """A piece of a file in memory."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(mmap.mmap(-1, PIECE_BYTES))
+        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
+
+
+def _open(path: Path, calls: DiskCalls) -> int:
+    """Past the page cache, where the file system can do that."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return calls.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    return calls.open(path, flags)
 
 
 class Shards:
@@ -167,14 +209,17 @@ class Shards:
         group = self._groups[self._next]
         if group is None:
             group = self._groups[self._next] = _in_order([Entry.of(name, tensor) for name, tensor in tensors.items()])
-        if self._file is None:
+        is_last = self._next + 1 == self._files[number].stop
+        if self._file is None and (group or is_last):
+            # Groups without tensors may come before the one whose sizes are known now.
             entries = [entry for index in self._files[number] for entry in self._groups[index] or ()]
             self._file = TensorFile(self._folder / self._name(number), entries, self._check)
-        for entry in group:
-            self._file.write(entry.name, tensors[entry.name])
+        file = self._file
+        for entry in group if file is not None else ():
+            file.write(entry.name, tensors[entry.name])
         self._next += 1
-        if self._next == self._files[number].stop:
-            file, self._file = self._file, None
+        if is_last and file is not None:
+            self._file = None
             self.written[self._name(number)] = file.close()
 
     def close(self) -> None:
@@ -212,12 +257,16 @@ def _files(groups: Sequence[Sequence[Entry] | None], shard_bytes: int) -> list[r
     """Numbers of the groups of each file."""
     files: list[range] = []
     start = size = 0
+    has_tensors = is_closed = False
     for index, group in enumerate(groups):
-        group_bytes = shard_bytes if group is None else sum(entry.num_bytes for entry in group)
-        if size and group_bytes and size + group_bytes > shard_bytes:
+        group_bytes = sum(entry.num_bytes for entry in group or ())
+        is_over = size > 0 and group_bytes > 0 and size + group_bytes > shard_bytes
+        if (has_tensors and group is None) or (is_closed and group != []) or is_over:
             files.append(range(start, index))
-            start, size = index, 0
+            start, size, has_tensors, is_closed = index, 0, False, False
         size += group_bytes
+        has_tensors |= group != []
+        is_closed |= group is None
     return [*files, range(start, len(groups))] if groups else []
 
 
