@@ -157,13 +157,13 @@ class CheckpointingTrainer(transformers.Trainer):
         with contextlib.ExitStack() as stack:
             needed_bytes = checkpoint_bytes(self.model, self.engine)
             folder = stack.enter_context(whole_folder(target, needed_bytes=needed_bytes, **how))
-            if facts is not None:
+            is_by_layer = can_save_by_layer(self.model)
+            with without_progress_bar() if is_by_layer else contextlib.nullcontext():
+                self._save(str(folder), {} if is_by_layer else None)
+            if facts is not None:  # behind a card that peft writes
                 write_card(folder, facts, instead_of=Path(target))
-            if not can_save_by_layer(self.model):
-                self._save(str(folder))
+            if not is_by_layer:
                 return
-            with without_progress_bar():
-                self._save(str(folder), {})
             saving = Saving(self.model, self.engine, None, folder, has_manifest=False)
             context = stack.pop_all()
         saving.run(context)
