@@ -14,6 +14,7 @@ from torch import nn
 
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
+from megatrain.base.names import refusing_unknown
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.model import (
     check_model,
@@ -45,6 +46,7 @@ _config = Config()
 _workload: Workload | None = None
 
 
+@refusing_unknown("mt.init")
 def init(
     offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     max_vram_gb: float | None = None,

@@ -15,38 +15,62 @@ import transformers
 
 from megatrain.execute.engine import Engine
 
+EXACT_MOMENTS = "exact fp32"
+"""Of moments in fp32 and in lossless code: the same bits."""
 
-def arithmetic_of(engine: Engine, args: transformers.TrainingArguments) -> dict[str, Any]:
-    """What bits depend on, by name, as JSON takes it."""
+
+def arithmetic_of(engine: Engine, args: transformers.TrainingArguments, max_steps: int) -> dict[str, dict[str, Any]]:
+    """What bits depend on, by name, as JSON takes it.
+
+    rounding: sums are made in another order, or by other kernels. training: it is another training. kept: a checkpoint
+    has it, and what is set now is not used.
+    """
     config, formats = engine.config, engine.formats
-    known: dict[str, Any] = {
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "precision": formats.precision,
-        "master": formats.master,
-        "moments": config.moments,
-        "grad_dtype": formats.gradient_dtype_name,
-        "clip": config.clip,
+    rows = args.per_device_train_batch_size
+    is_exact = config.moments in ("fp32", "lossless")
+    rounding: dict[str, Any] = {
+        "per_device_train_batch_size": rows,
         "compile": config.compile,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     if engine.device.type == "cuda":
-        return {**known, "device": torch.cuda.get_device_name(engine.device)}
-    kernels = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return {**known, "device": f"CPU ({kernels})", "threads": torch.get_num_threads()}
+        rounding["device"] = torch.cuda.get_device_name(engine.device)
+    else:
+        rounding["device"] = f"CPU ({platform.machine()} {torch.backends.cpu.get_cpu_capability()})"
+        rounding["threads"] = torch.get_num_threads()
+    training = {
+        "sequences a step": rows * args.gradient_accumulation_steps,
+        "steps in all": max_steps,
+        "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "warmup_steps": args.get_warmup_steps(max_steps),
+        "max_grad_norm": args.max_grad_norm,
+        "precision": formats.precision,
+        "master": formats.master,
+        "moments": EXACT_MOMENTS if is_exact else config.moments,
+        "grad_dtype": formats.gradient_dtype_name,
+        "clip": config.clip,
+    }
+    kept = {"learning_rate": args.learning_rate, "weight_decay": args.weight_decay}
+    return {"rounding": rounding, "training": training, "kept": kept}
 
 
-def said_of_resuming(name: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """One line: whether the run goes on bit for bit. saved: None where the checkpoint does not tell."""
+def said_of_resuming(name: str, saved: Mapping[str, Any] | None, now: Mapping[str, Mapping[str, Any]]) -> str:
+    """Whether the run goes on bit for bit. saved: None where the checkpoint does not tell."""
     if saved is None:
         return f"{name} does not tell what its bits depend on: the run goes on from exactly its weights and states"
-    changes = [
-        f"{key} was {saved.get(key)}, is {value}" for key, value in now.items() if saved.get(key, value) != value
-    ]
-    if not changes:
-        return f"going on from {name}, bit for bit as if it had never stopped"
-    return (
-        f"going on from exactly the weights and states of {name}; what comes is equal within rounding, not bit for "
-        f"bit: {'; '.join(changes)}"
+    rounding, training, kept = (_changes(saved.get(kind, {}), of) for kind, of in now.items())
+    unused = f" Not used, the checkpoint's goes on: {kept}." if kept else ""
+    if not (rounding or training):
+        return f"going on from {name}, bit for bit as if it had never stopped.{unused}"
+    start = f"going on from exactly the weights and states of {name}"
+    if training:
+        both = "; ".join(part for part in (training, rounding) if part)
+        return f"{start}. From here on it is another training: {both}.{unused}"
+    return f"{start}. What comes is equal within rounding, not bit for bit: {rounding}.{unused}"
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return "; ".join(
+        f"{key} was {saved[key]}, is {value}" for key, value in now.items() if saved.get(key, value) != value
     )

@@ -44,6 +44,7 @@ class BackgroundSaves:
         self._saving: Saving | None = None
         self._target = Path()
         self._predicted: float | None = None
+        self._before_seconds = 0.0
         self._when_complete: Callable[[], None] = lambda: None
         self._when_failed: Callable[[], None] = lambda: None
 
@@ -75,6 +76,7 @@ class BackgroundSaves:
         target: str,
         *,
         is_behind: bool,
+        before_seconds: float,
         num_bytes: int,
         spare_bytes: int,
         when_complete: Callable[[], None],
@@ -85,11 +87,14 @@ class BackgroundSaves:
         Args:
             context: puts the folder in the place of `target` when it is left.
             is_behind: beside the next steps; else now.
+            before_seconds: that went into it already, with training waiting.
             num_bytes: about to be written. spare_bytes: of host memory for copies.
         """
         assert self._saving is None
         self._saving, self._target = saving, Path(target)
         self._when_complete, self._when_failed = when_complete, when_failed
+        self._before_seconds = before_seconds
+        self.meter.add_foreground(before_seconds)
         self._predicted = self._predict(num_bytes, spare_bytes, is_behind)
         if is_behind:
             saving.start(context)
@@ -148,7 +153,7 @@ class BackgroundSaves:
         step_seconds = self.meter.step_seconds
         if self._rate is None or step_seconds is None:
             return None
-        return predicted_pause(
+        return self._before_seconds + predicted_pause(
             num_bytes,
             spare_bytes=spare_bytes,
             bytes_per_second=self._rate,
@@ -158,11 +163,13 @@ class BackgroundSaves:
         )
 
     def _line(self, saving: Saving, pause: float) -> str:
-        predicted = "" if self._predicted is None else f" (predicted {_seconds(self._predicted)})"
-        return (
-            f"megatrain: {self._target.name} is complete: {format_bytes(saving.num_bytes)} in "
-            f"{_seconds(saving.seconds)}, of which training waited {_seconds(pause)}{predicted}"
-        )
+        seconds = self._before_seconds + saving.seconds
+        # Steps differ among themselves: none waits for longer than it takes.
+        waited = f"training waited {_seconds(min(pause, seconds))} for it"
+        if self._predicted is not None:
+            waited += f" ({_seconds(self._predicted)} were predicted)"
+        size = format_bytes(saving.num_bytes)
+        return f"megatrain: {self._target.name} is complete: {size} in {_seconds(seconds)}; {waited}"
 
 
 def _seconds(value: float) -> str:

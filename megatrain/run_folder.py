@@ -15,6 +15,17 @@ from megatrain.save.folder import check_place
 logger = logging.getLogger("megatrain")
 
 
+def check_output_dir(args: TrainingArguments) -> None:
+    """Before the model is streamed. transformers makes the folder when a Trainer is made. Raises UserError where that
+    cannot be."""
+    try:
+        os.makedirs(args.output_dir, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {args.output_dir!r} cannot be made a folder ({error.strerror}): choose another one"
+        ) from error
+
+
 def check_run_folder(args: TrainingArguments) -> None:
     """Before the first step. Raises UserError where no checkpoint could be written; a run that saves none is warned,
     because Ctrl-C would save one."""

@@ -36,7 +36,7 @@ from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
-from megatrain.run_folder import check_run_folder, find_best_checkpoint
+from megatrain.run_folder import check_output_dir, check_run_folder, find_best_checkpoint
 from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
 from megatrain.trainer_checkpoints import CheckpointingTrainer
 
@@ -65,6 +65,7 @@ class Trainer(CheckpointingTrainer):
         args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
         check_model(model)
+        check_output_dir(args)
         given = inspect.signature(transformers.Trainer).bind(model, args, *positional, **keywords).arguments
         check_given_optimizer(given, model)
         if args.n_gpu > 1:
@@ -291,6 +292,7 @@ class Trainer(CheckpointingTrainer):
         # accelerate takes an optimizer so marked as it is. Its wrapper would copy the state through the device, and
         # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
         optimizer._is_accelerate_prepared = True
+        self._max_steps = max_steps
         self.check_space(max_steps)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 

@@ -73,6 +73,8 @@ class CheckpointingTrainer(transformers.Trainer):
 
     _stop: StopWhenTold | None = None
     _is_on_save_due = False
+    _max_steps = 0
+    """Of the run that is about to begin."""
 
     def sound_checkpoint(self, given: str | bool | None) -> str | bool | None:
         """What `resume_from_checkpoint` means: for True the newest checkpoint that is not damaged, if there is any.
@@ -200,12 +202,13 @@ class CheckpointingTrainer(transformers.Trainer):
                 folder = stack.enter_context(whole_folder(target, needed_bytes=needed_bytes))
                 saving = self._prepare_saving(folder, optimizer, spare_bytes)
                 context = stack.pop_all()
-            self.saves.meter.add_foreground(time.perf_counter() - started)
+            before_seconds = time.perf_counter() - started
             self.saves.begin(
                 saving,
                 context,
                 target,
                 is_behind=self._may_save_behind(),
+                before_seconds=before_seconds,
                 num_bytes=needed_bytes,
                 spare_bytes=spare_bytes,
                 when_complete=functools.partial(self._end_checkpoint, run_dir, target, copy.copy(self.state)),
@@ -241,7 +244,7 @@ class CheckpointingTrainer(transformers.Trainer):
             folder,
             has_weights=is_by_layer,
             spare_bytes=spare_bytes,
-            notes={"arithmetic": arithmetic_of(self.engine, self.args)},
+            notes={"arithmetic": arithmetic_of(self.engine, self.args, self.state.max_steps)},
         )
 
     @contextlib.contextmanager
@@ -328,7 +331,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder, now = Path(checkpoint), arithmetic_of(self.engine, self.args)
+        folder, now = Path(checkpoint), arithmetic_of(self.engine, self.args, self._max_steps)
         # Mapped, not read: the saved moments need not fit beside those at home.
         if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
             saved = torch.load(folder / FOREIGN_OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from saving_helpers import load_weights, make_trainer
 from trainer_helpers import assert_equal_weights, llama
+from transformers import TrainerCallback
 
 import megatrain as mt
 from megatrain.base.config import StreamOptions
@@ -52,8 +53,55 @@ def test_what_changes_the_bits_is_told(tmp_path: Path, capsys: pytest.CaptureFix
     changes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
     make_trainer(tmp_path, **changes).train(resume_from_checkpoint=True)
     told = capsys.readouterr().out
-    assert "equal within rounding, not bit for bit: per_device_train_batch_size was 2, is 6;" in told
-    assert "gradient_accumulation_steps was 3, is 1; clip was global, is layer" in told
+    assert "it is another training: clip was global, is layer; per_device_train_batch_size was 2, is 6." in told
+
+
+SAME, ROUNDED, OTHER = "bit for bit as if it had never stopped", "equal within rounding", "it is another training"
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "told"),
+    [
+        ({}, {}, [SAME]),
+        ({"optimizer_compression": "lossless"}, {}, [SAME]),
+        ({}, {"learning_rate": 1e-4}, [SAME, "Not used, the checkpoint's goes on: learning_rate was 0.01, is 0.0001."]),
+        ({}, {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, [ROUNDED, "was 2, is 3."]),
+        ({}, {"per_device_train_batch_size": 4}, [OTHER, "sequences a step was 6, is 12"]),
+        ({}, {"num_train_epochs": 4}, [OTHER, "steps in all was 6, is 12"]),
+        ({}, {"warmup_steps": 2}, [OTHER, "warmup_steps was 1, is 2"]),
+        ({"optimizer_compression": "4bit"}, {}, [OTHER, "moments was exact fp32, is 4bit"]),
+    ],
+    ids=str,
+)
+def test_what_goes_on_is_told(
+    stopped: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    told: list[str],
+    capsys: pytest.CaptureFixture,
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    mt.init(device="cpu", precision="bf16", **settings)
+    trainer = make_trainer(tmp_path / "run", **changes)
+    trainer.add_callback(StopsAtOnce())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    out = capsys.readouterr().out
+    assert all(part in out for part in told), out
+
+
+class StopsAtOnce(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a checkpoint of its second of six steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    mt.init(device="cpu", precision="bf16")
+    make_trainer(folder, save_steps=2).train()
+    return folder
 
 
 MASTERS = [("split", "bf16", "were rounded to bf16"), ("bf16", "split", "the saved masters are bf16")]

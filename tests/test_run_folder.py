@@ -76,3 +76,12 @@ def test_the_best_checkpoint_of_a_run_that_was_moved_is_found(tmp_path: Path) ->
     assert longer.state.best_model_checkpoint == str(kept / "checkpoint-3")
     assert {path.name for path in kept.iterdir()} == {"checkpoint-3"}
     assert_equal_weights(weights(longer.model), best)
+
+
+@pytest.mark.parametrize("name", ["a file", "a file/run"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_is_streamed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a file").write_text("")
+    model = llama()
+    with pytest.raises(mt.UserError, match=r"output_dir: .* cannot be made a folder \("):
+        mt.Trainer(model, arguments(tmp_path / name))
+    assert mt.stream(model) is model  # it was not yet
