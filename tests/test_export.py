@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,32 @@ def test_bf16_is_the_nearest(trained: tuple[Path, dict], tmp_path: Path) -> None
     saved = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").state_dict()
     found = exported(checkpoint, tmp_path / "out", "--dtype", "bf16")
     assert all(torch.equal(found[name], saved[name].bfloat16()) for name in saved)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", None])
+def test_the_card_says_what_the_weights_are(trained: tuple[Path, dict], dtype: str | None, tmp_path: Path) -> None:
+    checkpoint, _ = trained
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").dtype
+    exported(checkpoint, tmp_path / "out", *(() if dtype is None else ("--dtype", dtype)))
+    told = {
+        (torch.float32, "bf16"): "bfloat16, rounded to nearest from float32",
+        (torch.bfloat16, "bf16"): "bfloat16, as saved",
+        (torch.bfloat16, "fp32"): "float32, the exact masters",
+        (torch.float32, "fp32"): "float32, as saved",
+    }.get((saved, dtype), f"{str(saved).removeprefix('torch.')}, as saved")
+    assert f"| weights | {told} |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_every_file_follows_the_umask(trained: tuple[Path, dict], mask: int, tmp_path: Path) -> None:
+    checkpoint, _ = trained
+    before = os.umask(mask)
+    try:
+        exported(checkpoint, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {0o666 & ~mask}, modes
 
 
 def test_nothing_of_training_comes_out(trained: tuple[Path, dict], tmp_path: Path) -> None:

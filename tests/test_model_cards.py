@@ -87,7 +87,7 @@ def test_the_card_of_a_trainer_says_what_was_trained(tmp_path: Path) -> None:
     assert card["data"] == "letters of mine"
     assert card["parameters trained"].startswith("all of ")
     assert card["precision"] == "float32 throughout" and card["moments"] == "exact float32"
-    assert card["weights"] == "in float32"
+    assert card["weights"] == "float32"
     assert card["optimizer"] == "AdamW, learning rate 0.01, cosine schedule"
     assert card["tokens, padding included"] == f"{2 * 14 * 9:,}"  # two epochs of 14 rows of 9 tokens
     assert card["steps"] == "6 of 6" and card["epochs"] == "2"
@@ -152,7 +152,7 @@ def test_checkpoints_have_facts_and_no_card(tmp_path: Path) -> None:
     assert cli.run_command(["export", str(tmp_path / "checkpoint-6"), str(tmp_path / "out")]) == 0
     card = card_of(tmp_path / "out")
     assert card["optimizer"] == "AdamW, learning rate 0.01, cosine schedule" and card["steps"] == "6 of 6"
-    assert card["weights"] == "weights as they were saved (float32)"
+    assert card["weights"] == "float32, as saved"
     assert FACTS_NAME not in {path.name for path in (tmp_path / "out").iterdir()}
 
 
@@ -182,7 +182,7 @@ def test_an_average_has_a_card_of_its_own(tmp_path: Path) -> None:
     trainer, _ = train(mt.Trainer, tmp_path, given=given)
     trainer.save_model()
     assert card_of(tmp_path / "ema")["weights"] == "their average over steps (decay 0.9)"
-    assert card_of(tmp_path)["weights"] == "in float32"
+    assert card_of(tmp_path)["weights"] == "float32"
 
 
 def test_the_hubs_cards_are_as_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

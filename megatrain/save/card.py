@@ -56,7 +56,7 @@ def model_facts(model: nn.Module, engine: Engine) -> Facts:
     facts["parameters trained"] = trained + format_count(num_all)
     facts["precision"] = _COMPUTE[engine.formats.master]
     facts["moments"] = _MOMENTS[engine.config.moments]
-    facts[WEIGHTS] = f"in {listed_dtypes(field.saved_dtype for _, field in fields)}"
+    facts[WEIGHTS] = listed_dtypes(field.saved_dtype for _, field in fields)
     # On the path and not installed, it has no version that anybody knows.
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["megatrain"] = importlib.metadata.version("megatrain")

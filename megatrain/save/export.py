@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,7 +42,16 @@ class Exported:
     num_tensors: int
     num_bytes: int
     words: str
-    """What the weights are: as they were, rounded, or exact masters."""
+    """What the weights are: their dtype, and whether they are as they were, rounded, or exact masters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dtypes:
+    """Of the floating-point weights."""
+
+    saved: set[torch.dtype] = field(default_factory=set)
+    """In the checkpoint."""
+    written: set[torch.dtype] = field(default_factory=set)
 
 
 def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported:
@@ -60,10 +69,10 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported
     halves = _Halves(checkpoint) if dtype == "fp32" else None
     wanted = None if dtype is None else DTYPES[dtype]
     places: dict[str, str] = {}
-    num_bytes, seen = 0, set()
+    num_bytes, dtypes = 0, _Dtypes()
     with whole_folder(target, needed_bytes=_needed_bytes(files, wanted)) as folder:
         for path in files:
-            tensors = _read(path, wanted, halves, seen)
+            tensors = _read(path, wanted, halves, dtypes)
             _write(tensors, folder / path.name)
             places |= dict.fromkeys(tensors, path.name)
             num_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -75,10 +84,9 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> Exported
         if len(files) > 1:
             total = {"total_size": num_bytes}
             _dump({"metadata": total, "weight_map": dict(sorted(places.items()))}, folder / INDEX_NAME)
-        names = sorted(str(one).removeprefix("torch.") for one in seen)
-        _copy_others(checkpoint, folder, names[0] if len(names) == 1 else None)
-        words = _words(dtype, halves)
-        (folder / CARD_NAME).write_text(card_text(_facts(checkpoint, words, names)), encoding="utf-8")
+        _copy_others(checkpoint, folder, listed_dtypes(dtypes.written) if len(dtypes.written) == 1 else None)
+        words = _words(dtypes, halves)
+        (folder / CARD_NAME).write_text(card_text(_facts(checkpoint, words)), encoding="utf-8")
     return Exported(num_tensors=len(places), num_bytes=num_bytes, words=words)
 
 
@@ -100,19 +108,17 @@ class _Halves:
         return sorted(self._left)
 
 
-def _read(
-    path: Path, wanted: torch.dtype | None, halves: _Halves | None, seen: set[torch.dtype]
-) -> dict[str, torch.Tensor]:
+def _read(path: Path, wanted: torch.dtype | None, halves: _Halves | None, dtypes: _Dtypes) -> dict[str, torch.Tensor]:
     from safetensors import safe_open
 
     tensors = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():
             tensor = file.get_tensor(name)
-            if tensor.is_floating_point() and wanted is not None:
-                tensor = tensor.to(wanted) if halves is None else halves.master(name, tensor)
             if tensor.is_floating_point():
-                seen.add(tensor.dtype)
+                dtypes.saved.add(tensor.dtype)
+                tensor = tensor.to(wanted or tensor.dtype) if halves is None else halves.master(name, tensor)
+                dtypes.written.add(tensor.dtype)
             tensors[name] = tensor
     return tensors
 
@@ -145,20 +151,22 @@ def _copy_others(checkpoint: Path, folder: Path, dtype: str | None) -> None:
         _dump(values, config)
 
 
-def _words(dtype: str | None, halves: _Halves | None) -> str:
-    if dtype is None:
-        return "weights as they were saved"
-    if halves is None:
-        return "weights in bfloat16, rounded to nearest where they were wider"
-    return "exact fp32 masters" if halves.is_any else "weights in float32, widened where they were saved narrower"
+def _words(dtypes: _Dtypes, halves: _Halves | None) -> str:
+    now = listed_dtypes(dtypes.written)
+    if halves is not None and halves.is_any:
+        return f"{now}, the exact masters"
+    others = listed_dtypes(dtypes.saved - dtypes.written)
+    if not others:
+        return f"{now}, as saved"
+    return f"{now}, widened from {others}" if halves is not None else f"{now}, rounded to nearest from {others}"
 
 
-def _facts(checkpoint: Path, words: str, dtypes: list[str]) -> Facts:
+def _facts(checkpoint: Path, words: str) -> Facts:
     """What was trained, as far as the checkpoint tells."""
     state_file = checkpoint / STATE_NAME
     state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.is_file() else None
     of_run = {} if state is None else state_facts(state)
-    return {**read_facts(checkpoint), **of_run, WEIGHTS: f"{words} ({listed_dtypes(dtypes)})"}
+    return {**read_facts(checkpoint), **of_run, WEIGHTS: words}
 
 
 def _dump(values: dict, path: Path) -> None:

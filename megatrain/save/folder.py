@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,7 @@ def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, n
         _check_space(staging, needed_bytes)
         with _full_disk_named(staging):
             yield staging
+            _share_as_folder(staging)
             _sync(staging)
         if is_inside:
             _merge(staging, target, old, _replaced(staging, target, keep_others))
@@ -82,6 +84,16 @@ def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, n
         shutil.rmtree(staging, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _share_as_folder(staging: Path) -> None:
+    """Let those read the files who may read the folder, which follows the umask: safetensors makes its own private."""
+    shared = stat.S_IMODE(staging.stat().st_mode) & 0o666
+    for path in staging.rglob("*"):
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        if path.is_file() and not path.is_symlink() and mode | shared != mode:
+            with contextlib.suppress(PermissionError):  # file systems that have one mode for all
+                path.chmod(mode | shared)
 
 
 def _sync(folder: Path) -> None:

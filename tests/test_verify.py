@@ -1,0 +1,80 @@
+"""`megatrain verify`: every checkpoint and model by its name, sound or with what is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from saving_helpers import cut_short, flip_a_bit
+from trainer_helpers import llama, train
+
+import megatrain as mt
+from megatrain import cli
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with the checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("run")
+    train(mt.Trainer, folder, save_strategy="steps", save_steps=2)
+    return folder
+
+
+@pytest.fixture
+def run(run_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run_folder, tmp_path / "run"))
+
+
+def test_verify_tells_of_every_checkpoint(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.run_command(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.count("sound: every file is what was written") == 3
+    flip_a_bit(run / "checkpoint-4" / "rng_state.pth")
+    assert cli.run_command(["verify", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert told.count("sound: ") == 2
+    assert "checkpoint-4 is damaged: rng_state.pth has changed since it was written" in told
+
+
+@pytest.mark.parametrize("given", ["checkpoint-4", "."])
+def test_verify_calls_one_by_its_name(
+    run: Path, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(run if given != "." else run / "checkpoint-4")
+    assert cli.run_command(["verify", given]) == 0
+    assert "\ncheckpoint-4" in capsys.readouterr().out
+    flip_a_bit(run / "checkpoint-4" / "rng_state.pth")
+    assert cli.run_command(["verify", given]) == 1
+    assert "warning: checkpoint-4 is damaged: rng_state.pth has changed" in capsys.readouterr().out
+
+
+def test_verify_of_a_model_without_manifest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    llama().save_pretrained(tmp_path, max_shard_size="8KB")
+    assert cli.run_command(["verify", str(tmp_path)]) == 0
+    assert "there is no manifest, so nobody knows whether bits have changed" in capsys.readouterr().out
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    kept = shards[1].read_bytes()
+    cut_short(shards[1])
+    assert cli.run_command(["verify", str(tmp_path)]) == 1
+    assert f"{shards[1].name} cannot be read" in " ".join(capsys.readouterr().out.split())
+    shards[1].write_bytes(kept)
+    shards[0].unlink()
+    assert cli.run_command(["verify", str(tmp_path)]) == 1
+    assert "more tensors of model.safetensors.index.json are in no file" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("nowhere", "no such folder: nowhere"),
+        ("make.py", "make.py is a file, not a folder"),
+        (".", "holds no checkpoint and no model"),
+    ],
+)
+def test_verify_of_nothing(
+    given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("make.py").touch()
+    assert cli.run_command(["verify", given]) == 2
+    assert told in capsys.readouterr().err.replace("\n", " ")
