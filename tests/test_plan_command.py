@@ -70,6 +70,19 @@ def test_a_folder_and_a_config_file_are_one_model(capsys: pytest.CaptureFixture[
     assert first["time"] == second["time"] and first["memory"] == second["memory"]
 
 
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [(("64",), "1x64"), (("4096",), "4x1024"), (("64", "--seq", "32"), None), (("4x64",), None)],
+)
+def test_a_length_that_is_assumed_is_told(
+    capsys: pytest.CaptureFixture[str], folder: Path, options: tuple[str, ...], step: str | None
+) -> None:
+    code, out, _ = command(capsys, "plan", folder, "--machine", "a100", "--tokens", *options)
+    assert code == 0
+    told = f"how long a sequence is: {step} is assumed; give BxT, or --seq"
+    assert (told in " ".join(out.split())) == (step is not None), out
+
+
 def test_every_setting_reaches_the_plan(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     options = ("--machine", "h200-128gb", "--tokens", "2048", "--seq", "256")
     exact = data(capsys, folder, *options)

@@ -71,7 +71,7 @@ def plan(model: str, options: PlanOptions) -> None:
     if options.as_json:
         print(json.dumps(_data(found, context, answers), indent=2))
         return
-    print_plan(console, found, note, context, answers)
+    print_plan(console, found, [note, _assumed(options, workload)], context, answers)
     if trace is not None:
         print_fact(console, "trace", f"{trace}: open it in chrome://tracing or Perfetto")
 
@@ -105,6 +105,14 @@ def _workload(options: PlanOptions) -> Workload:
     if length < 1 or int(match[1]) % length:
         raise UserError(f"--tokens {options.tokens} are not a whole number of sequences of {length}: give --seq")
     return Workload(num_sequences=int(match[1]) // length, length=length, rows=options.rows)
+
+
+def _assumed(options: PlanOptions, workload: Workload) -> str:
+    """What was taken for a length that was not given; empty where it was."""
+    if options.seq is not None or not options.tokens.replace(",", "").replace("_", "").isdecimal():
+        return ""
+    step = f"{workload.num_sequences}x{workload.length}"
+    return f"--tokens {options.tokens} does not say how long a sequence is: {step} is assumed; give BxT, or --seq"
 
 
 def _check_words(options: PlanOptions) -> None:

@@ -29,21 +29,21 @@ STALL_WORDS = {
 }
 
 
-def print_plan(console: Console, found: Plan, note: str, context: int, answers: list[WhatIf]) -> None:
+def print_plan(console: Console, found: Plan, notes: list[str], context: int, answers: list[WhatIf]) -> None:
     """
     Args:
-        note: what the user should know of where the machine's figures are from; may be empty.
+        notes: what the user should know of where the machine's figures are from, and of what was assumed; may be empty.
         context: the largest, in tokens; 0 if none fits.
         answers: to what if, where that was asked.
     """
-    _print_head(console, found, note)
+    _print_head(console, found, notes)
     _print_memory(console, found)
     _print_time(console, found, context)
     if answers:
         _print_what_if(console, found, answers)
 
 
-def _print_head(console: Console, found: Plan, note: str) -> None:
+def _print_head(console: Console, found: Plan, notes: list[str]) -> None:
     from rich.markup import escape
 
     from megatrain.plan.explain import describe
@@ -60,7 +60,7 @@ def _print_head(console: Console, found: Plan, note: str) -> None:
         f"{_gb(machine.hbm_bytes)} GB device, {_gb(machine.ram_bytes)} GB host memory{disk}, {machine.num_cores} cores"
     )
     print_fact(console, "machine", f"{machine.name}: {memory}\n{machine.source}")
-    if note:
+    for note in filter(None, notes):
         print_warning(console, note)
     step = f"{found.workload.num_sequences} x {found.workload.length:,} = {found.workload.num_tokens:,} tokens"
     how = f"{formats.precision} compute, {formats.master} master weights, {config.moments} moments"
