@@ -142,7 +142,7 @@ def with_faults(folder: Path, setting: dict[str, Any], seconds: float, draws: ra
         if draws.random() < FLIP_SHARE:
             counts["bits flipped"] += flip_a_bit(folder, draws)
     if finish(start(folder, setting | drawn_places(draws))) != 0:
-        raise SystemExit(f"what was left cannot be gone on from: {setting}")
+        raise SystemExit(f"what was left cannot be resumed from: {setting}")
 
 
 def digest(folder: Path) -> str:

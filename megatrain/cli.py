@@ -69,9 +69,9 @@ def plan(
         ),
     ] = "this",
     tokens: Annotated[
-        str, typer.Option(help="Of a step: sequences x length, or their product with --seq.", metavar="BxT")
+        str, typer.Option(help="Of a step: sequences x length, or their product (see --seq).", metavar="BxT")
     ] = "64x1024",
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; left out: 1024 at most.")] = None,
     rows: Annotated[int | None, typer.Option(help="Sequences of a micro-batch; left out: the plan chooses.")] = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp32 compute.")] = "bf16",
     master: Annotated[str | None, typer.Option(help="Master weights: split (exact, the default) or bf16.")] = None,
@@ -124,13 +124,14 @@ def verify(
 
 
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The output folder of a run.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="The output folder of a `megatrain train`.", metavar="DIR")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Settings over those of the run, as in training.max_steps=200.", metavar="KEY=VALUE"),
     ] = None,
 ) -> None:
-    """Go on with a run from its newest sound checkpoint."""
+    """Go on with a recipe's run from its newest sound checkpoint. A script of your own goes on with
+    trainer.train(resume_from_checkpoint=True)."""
     from megatrain.commands.train import resume as run
 
     run(folder, overrides or [])

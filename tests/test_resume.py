@@ -9,15 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command_helpers import command, files_below, signalled, write_recipe
 from safetensors.torch import save_file
+from transformers import TrainingArguments
 
 import megatrain as mt
 from megatrain.base.errors import UserError
-from megatrain.commands.resume import checkpoints_in, find_checkpoint, how_to_go_on
+from megatrain.commands.resume import checkpoints_in, find_checkpoint, how_to_go_on, when_saved
 
 KEY = "training.resume_from_checkpoint"
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -140,16 +142,32 @@ def test_ctrl_c_prints_a_command_that_goes_on(tmp_path: Path, capsys: pytest.Cap
     assert code == 0 and f"step {step} of {step + 1}\n" in out
 
 
+SAVES = "saves one every 5 steps"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"save_strategy": "steps", "save_steps": 5}, SAVES),
+        ({"save_strategy": "steps", "save_steps": 0.25}, "saves one every 25% of its steps"),
+        ({"save_strategy": "epoch"}, "saves one at the end of each epoch"),
+        ({"save_strategy": "no"}, "saves none of itself (training.save_strategy=no); "),
+    ],
+)
+def test_a_run_says_when_it_saves(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    assert when_saved(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)).startswith(told)
+
+
 def test_what_an_interrupt_tells_depends_on_what_the_run_left(tmp_path: Path) -> None:
     out = tmp_path / "out"
     old = fake_checkpoint(out, 8)
     os.utime(old, (1, 1))
     recipe, sampling = Path("r.yaml"), "sample.prompts=[Why? How?]"
-    assert "saved no checkpoint" in how_to_go_on(recipe, [], out, None, 100.0)
-    told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, old, 100.0)
+    assert how_to_go_on(recipe, [], out, None, 100.0, SAVES).endswith(f"before its first checkpoint; this run {SAVES}")
+    told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, old, 100.0, SAVES)
     assert told.endswith(f"go on with: megatrain train r.yaml '{sampling}' {KEY}=true")
     new = fake_checkpoint(out, 4)
     os.utime(new, (200, 200))
-    assert how_to_go_on(recipe, [], out, None, 100.0).endswith(f"{KEY}={new}"), "true would mean the older run's"
+    assert how_to_go_on(recipe, [], out, None, 100.0, SAVES).endswith(f"{KEY}={new}"), "true would mean the older run's"
     (out / "config.json").write_text("{}")
-    assert "the model is in" in how_to_go_on(recipe, [], out, None, 100.0)
+    assert "the model is in" in how_to_go_on(recipe, [], out, None, 100.0, SAVES)

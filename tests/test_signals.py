@@ -58,7 +58,11 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         process.stdout.read()
         assert process.wait(timeout=60) == 130
-        assert process.stderr.read().splitlines()[-1].startswith("error: interrupted; this run saved no checkpoint")
+        assert (
+            process.stderr.read()
+            .splitlines()[-1]
+            .startswith("error: interrupted before its first checkpoint; this run saves none of itself")
+        )
 
 
 def test_the_folder_of_a_run_may_have_any_name(tmp_path: Path) -> None:
@@ -80,6 +84,12 @@ def test_resume_refuses_what_says_otherwise(tmp_path: Path, capsys: pytest.Captu
     [
         (lambda folder: None, "no such folder"),
         (lambda folder: folder.mkdir(), "no `megatrain train` was started for it"),
+        (lambda folder: folder.write_text(""), "is a file, not a folder"),
+        (
+            lambda folder: (folder / "checkpoint-2").mkdir(parents=True),
+            "is not a run of `megatrain train` (it has checkpoints, and no megatrain_run.json and megatrain_recipe"
+            ".yaml); your own script goes on with trainer.train(resume_from_checkpoint=True), a recipe with: ",
+        ),
         (
             lambda folder: [folder.mkdir(), *((folder / name).write_text("{}") for name in (RECIPE_NAME, RECORD_NAME))],
             "cannot be read ('overrides')",
@@ -92,3 +102,12 @@ def test_resume_of_what_is_no_run(
     make(tmp_path / "out")
     assert cli.run_command(["resume", str(tmp_path / "out")]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_resume_of_a_checkpoint_names_its_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    for name in (RECIPE_NAME, RECORD_NAME):
+        (tmp_path / name).write_text("{}")
+    assert cli.run_command(["resume", str(tmp_path / "checkpoint-2")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.endswith(f"is a checkpoint of a run; give the run's folder: megatrain resume {tmp_path}")

@@ -22,6 +22,8 @@ WORDS = [
     ("the device and the seed are words; seed=-1 is a setting", "the device and the seed are words; training.seed=-1 is"
      " a setting"),
     ("no such folder: ../output_dir/save_steps", "no such folder: ../output_dir/save_steps"),
+    ("a script goes on with trainer.train(resume_from_checkpoint=True); save_steps=0 is not True",
+     "a script goes on with trainer.train(resume_from_checkpoint=True); training.save_steps=0 is not true"),
     ("training.eval_strategy is 'no'; set data.seed", "training.eval_strategy is 'no'; set data.seed"),
 ]  # fmt: skip
 

@@ -51,6 +51,15 @@ def fixed_path(text: str | os.PathLike[str], setting: str) -> Path:
         ) from error
 
 
+def check_folder(path: Path, setting: str, remedy: str = "") -> None:
+    """Raises UserError where `path` is no folder: a file, or nothing. remedy: what to say behind it."""
+    if path.is_dir():
+        return
+    wrong = f"{path} is a file, not a folder" if path.exists() else f"no such folder: {path}"
+    looked = "" if path.exists() or path.is_absolute() else f" (looked from {Path.cwd()})"
+    raise UserError(f"{setting}: {wrong}{looked}" + (f"; {remedy}" if remedy else ""))
+
+
 def dead_link(path: Path) -> str:
     """`PATH is a symbolic link (to TARGET) that leads nowhere`, for `path` or what is above it; else empty."""
     for link in (path, *path.parents):

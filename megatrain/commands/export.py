@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.base.errors import UserError
-from megatrain.base.paths import looking_at, user_path
+from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.base.units import format_bytes, format_number
 from megatrain.commands.console import make_console, print_fact
 from megatrain.save.checkpoints import checkpoints_in
@@ -19,8 +19,7 @@ def export(checkpoint: Path, target: Path, dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype} is not known: use {' or '.join(DTYPES)}, or leave it out")
     with looking_at("CHECKPOINT"):
-        if not checkpoint.is_dir():
-            raise UserError(f"CHECKPOINT: no such folder: {checkpoint} (looked from {Path.cwd()})")
+        check_folder(checkpoint, "CHECKPOINT")
         if not any(checkpoint.glob("*.safetensors")) and (inside := checkpoints_in(checkpoint)):
             raise UserError(f"CHECKPOINT: {checkpoint} holds checkpoints; give one of them, such as {inside[-1]}")
     from megatrain.save.export import export as run

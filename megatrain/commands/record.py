@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.errors import UserError
-from megatrain.base.paths import looking_at, user_path
+from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.commands.resume import KEY
+from megatrain.save.checkpoints import checkpoints_in
 
 RECIPE_NAME = "megatrain_recipe.yaml"
 RECORD_NAME = "megatrain_run.json"
@@ -50,13 +51,9 @@ def noted_run(output_dir: Path) -> Run:
     """Raises UserError for a folder in which no `megatrain train` was started, or whose record cannot be read."""
     output_dir = user_path(output_dir, "DIR").absolute()
     with looking_at("DIR"):
-        if not output_dir.is_dir():
-            raise UserError(f"DIR: no such folder: {output_dir}")
-        if not (output_dir / RECORD_NAME).is_file() or not (output_dir / RECIPE_NAME).is_file():
-            raise UserError(
-                f"DIR: {output_dir} has no {RECORD_NAME} and {RECIPE_NAME}, so no `megatrain train` was started for "
-                f"it; give the recipe: megatrain train FILE.yaml output.dir={output_dir} {KEY}=true"
-            )
+        check_folder(output_dir, "DIR")
+        if not _has_run(output_dir):
+            raise UserError(_of_no_run(output_dir))
     try:
         record = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8"))
         overrides, folder = [str(override) for override in record["overrides"]], Path(record["folder"])
@@ -69,3 +66,24 @@ def noted_run(output_dir: Path) -> Run:
     # Overrides are YAML, in which a name may mean something; in quotes it does not.
     overrides = [*kept, f"output.dir={json.dumps(str(output_dir), ensure_ascii=False)}", f"{KEY}=true"]
     return Run(recipe_file=output_dir / RECIPE_NAME, overrides=overrides, folder=folder)
+
+
+def _has_run(folder: Path) -> bool:
+    return (folder / RECORD_NAME).is_file() and (folder / RECIPE_NAME).is_file()
+
+
+def _of_no_run(folder: Path) -> str:
+    """What to tell of a folder that exists and has no record."""
+    if _has_run(folder.parent) and folder in checkpoints_in(folder.parent):
+        return f"DIR: {folder} is a checkpoint of a run; give the run's folder: megatrain resume {folder.parent}"
+    with_recipe = f"megatrain train FILE.yaml output.dir={folder} {KEY}=true"
+    if checkpoints_in(folder):
+        return (
+            f"DIR: {folder} is not a run of `megatrain train` (it has checkpoints, and no {RECORD_NAME} and "
+            f"{RECIPE_NAME}); your own script goes on with trainer.train(resume_from_checkpoint=True), a recipe "
+            f"with: {with_recipe}"
+        )
+    return (
+        f"DIR: {folder} has no {RECORD_NAME} and {RECIPE_NAME}, so no `megatrain train` was started for it; give the "
+        f"recipe: {with_recipe}"
+    )

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it can be gone on from, and the command that does it.
+"""Going on from a checkpoint: which one, whether training can be resumed from it, and the command that does it.
 
 Rule: torch is not imported here. A path that is wrong is refused before anything that takes long.
 """
@@ -9,11 +9,16 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatrain.base.errors import UserError
-from megatrain.base.paths import looking_at, user_path
+from megatrain.base.paths import check_folder, looking_at, user_path
+from megatrain.base.units import format_number
 from megatrain.save.checkpoints import check_sound, checkpoints_in, missing_in, newest_sound
 from megatrain.save.folder import WEIGHT_NAMES
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 KEY = "training.resume_from_checkpoint"
 STATE_NAME = "trainer_state.json"
@@ -46,8 +51,7 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
         folder = newest_sound(known, KEY)
     else:
         folder = user_path(given, KEY)
-        if not folder.is_dir():
-            raise UserError(f"{KEY}: no such folder: {folder} (looked from {Path.cwd()}); {_remedy(known, output_dir)}")
+        check_folder(folder, KEY, _remedy(known, output_dir))
     missing = missing_in(folder)
     if not any((folder / name).is_file() for name in WEIGHT_NAMES):
         missing.append(WEIGHT_NAMES[0])
@@ -72,13 +76,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def how_to_go_on(
-    recipe_file: Path, overrides: Sequence[str], output_dir: Path, start: Path | None, since: float
+    recipe_file: Path, overrides: Sequence[str], output_dir: Path, start: Path | None, since: float, saves: str
 ) -> str:
     """What to tell after an interrupt: the last checkpoint of this run and the command that goes on from it.
 
     Args:
         start: the checkpoint that this run started from, if any.
         since: when this run started, in seconds of the epoch; what is older is of an earlier run.
+        saves: when this run saves checkpoints, in words (`when_saved`).
     """
     config = output_dir / "config.json"
     if config.is_file() and config.stat().st_mtime >= since:
@@ -86,12 +91,25 @@ def how_to_go_on(
     known = checkpoints_in(output_dir)
     own = [path for path in known if path.stat().st_mtime >= since] or ([start] if start else [])
     if not own:
-        return (
-            "interrupted; this run saved no checkpoint (training.save_strategy=steps training.save_steps=100 saves "
-            "one every 100 steps)"
-        )
+        return f"interrupted before its first checkpoint; this run {saves}"
     value = "true" if own[-1] == next(reversed(known), None) else str(own[-1])
     return f"interrupted; the last checkpoint is {own[-1]}; go on with: {_command(recipe_file, overrides, value)}"
+
+
+def when_saved(arguments: TrainingArguments) -> str:
+    """When a run saves checkpoints, in words; for one that saves none, how to have some."""
+    strategy = str(getattr(arguments.save_strategy, "value", arguments.save_strategy))
+    if strategy == "epoch":
+        return "saves one at the end of each epoch"
+    if strategy == "best":
+        return "saves one when an evaluation is the best so far"
+    every = arguments.save_steps
+    if strategy == "steps":
+        return f"saves one every {format_number(int(every), 'step') if every >= 1 else f'{every:.0%} of its steps'}"
+    return (
+        "saves none of itself (training.save_strategy=no); training.save_strategy=steps training.save_steps=100 saves "
+        "one every 100 steps"
+    )
 
 
 def _command(recipe_file: Path, overrides: Sequence[str], value: str) -> str:

@@ -16,7 +16,7 @@ from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
 from megatrain.commands.record import note_run, noted_run
-from megatrain.commands.resume import KEY, how_to_go_on, step_of
+from megatrain.commands.resume import KEY, how_to_go_on, step_of, when_saved
 from megatrain.recipe import Recipe, load_recipe
 from megatrain.save.folder import check_place
 
@@ -53,11 +53,11 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
     start = time.time()
     try:
         _run(recipe, arguments, console, checkpoint, overrides)
-    except StoppedRunError:
-        print_fact(console, "stopped", how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start))
-    except KeyboardInterrupt:
-        told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start)
-        raise InterruptedRunError(told) from None
+    except (StoppedRunError, KeyboardInterrupt) as end:
+        told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start, when_saved(arguments))
+        if isinstance(end, KeyboardInterrupt):
+            raise InterruptedRunError(told) from None
+        print_fact(console, "stopped", told)
 
 
 def resume(output_dir: Path, overrides: Sequence[str] = ()) -> None:

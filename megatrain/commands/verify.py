@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatrain.base.errors import UserError
-from megatrain.base.paths import looking_at, user_path
+from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.base.units import format_bytes, format_number
 from megatrain.commands.console import make_console, print_fact, print_warning
 from megatrain.save.checkpoints import checkpoints_in, damage_of, has_manifest
@@ -21,8 +21,7 @@ def verify(folder: Path) -> bool:
     """
     folder = user_path(folder, "DIR")
     with looking_at("DIR"):
-        if not folder.is_dir():
-            raise UserError(f"DIR: no such folder: {folder} (looked from {Path.cwd()})")
+        check_folder(folder, "DIR")
         found = checkpoints_in(folder)
         if has_manifest(folder) or any(folder.glob("*.safetensors")):
             found.append(folder)
@@ -36,7 +35,7 @@ def verify(folder: Path) -> bool:
         if one != folder and not damage and not any(one.iterdir()):
             damage = ["it is empty"]
         is_sound &= not damage
-        name = "." if one == folder else one.name
+        name = one.absolute().name or str(one)
         if damage:
             print_warning(console, f"{name} is damaged: " + "; ".join(damage))
         else:

@@ -14,15 +14,24 @@ from megatrain.base.config import Config
 _ENGINE = [field.name for field in dataclasses.fields(Config)]
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
 
+_CALL = re.compile(r"(\b\w+\.train\([^()]*\))")
+"""What a script calls: it is told as it is written there."""
+
 
 def in_recipe_words(message: str) -> str:
     """The message with dotted keys and with the values of YAML, as they can be written on the command line."""
     message = re.sub(r"\b(?:mt|megatrain)\.init\(([^()]*)\)", r"\1", message)
-    for section, names in (("engine", _ENGINE), ("training", TABLE)):
-        message = re.sub(_keys(names), rf"{section}.\g<0>", message)
+    parts = _CALL.split(message)
+    parts[::2] = map(_translated, parts[::2])
+    message = "".join(parts)
     message = re.sub(r"^TrainingArguments[^\n:]*:\s*", "", message)
-    message = re.sub(r"^(\w+): (?=\1\.)", "", message)  # the section, where the key has it
-    return re.sub(r"(?<![\w'\"])(None|True|False)(?![\w'\"])", lambda found: _LITERALS[found[0]], message)
+    return re.sub(r"^(\w+): (?=\1\.)", "", message)  # the section, where the key has it
+
+
+def _translated(text: str) -> str:
+    for section, names in (("engine", _ENGINE), ("training", TABLE)):
+        text = re.sub(_keys(names), rf"{section}.\g<0>", text)
+    return re.sub(r"(?<![\w'\"])(None|True|False)(?![\w'\"])", lambda found: _LITERALS[found[0]], text)
 
 
 def _keys(names: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shlex
 import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.errors import UserError
-from megatrain.base.units import MIB
+from megatrain.base.units import MIB, format_number
 
 logger = logging.getLogger("megatrain")
 
@@ -128,11 +129,15 @@ def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
         damage = [f"it has no {name}" for name in missing_in(folder)] or damage_of(folder)
         if not damage:
             for other, its in told.items():
-                logger.warning("%s cannot be gone on from (%s): going on from %s", other, its, folder.name)
+                logger.warning("%s cannot be resumed from (%s): resuming from %s", other, its, folder.name)
             return folder
         told[folder] = _listed(damage)
     first = next(iter(told))
-    raise UserError(f"{what}: no checkpoint can be gone on from; the last, {first}: {told[first]}")
+    others = f"; nor can {format_number(len(told) - 1, 'other')}" if len(told) > 1 else ""
+    raise UserError(
+        f"{what}: no checkpoint can be resumed from; the last, {first}: {told[first]}{others}; "
+        f"`megatrain verify {shlex.quote(str(first.parent))}` looks at each"
+    )
 
 
 def _signature(noted: Mapping[Path, tuple[int, str]]) -> tuple:
