@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
-from megatrain.execute.engine import Engine
+if TYPE_CHECKING:
+    from megatrain.trainer_checkpoints import CheckpointingTrainer
 
 EXACT_MOMENTS = "exact fp32"
 """Of moments in fp32 and in lossless code: the same bits."""
 
 
-def arithmetic_of(engine: Engine, args: transformers.TrainingArguments, max_steps: int) -> dict[str, dict[str, Any]]:
+Facts = dict[str, dict[str, Any]]
+
+
+def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
     """What bits depend on, by name, as JSON takes it.
 
     rounding: sums are made in another order, or by other kernels. training: it is another training. kept: a checkpoint
     has it, and what is set now is not used.
     """
+    engine, args = trainer.engine, trainer.args
     config, formats = engine.config, engine.formats
     rows = args.per_device_train_batch_size
     is_exact = config.moments in ("fp32", "lossless")
     rounding: dict[str, Any] = {
         "per_device_train_batch_size": rows,
+        "rows at a time": trainer.most_rows or "as they come",
+        "attn_implementation": getattr(getattr(trainer.model, "config", None), "_attn_implementation", None),
         "compile": config.compile,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -45,6 +52,10 @@ def arithmetic_of(engine: Engine, args: transformers.TrainingArguments, max_step
         "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
         "warmup_steps": args.get_warmup_steps(max_steps),
         "max_grad_norm": args.max_grad_norm,
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+        "label_smoothing_factor": args.label_smoothing_factor,
+        "ema_decay": getattr(trainer.optimizer, "ema_decay", None),
         "precision": formats.precision,
         "master": formats.master,
         "moments": EXACT_MOMENTS if is_exact else config.moments,
@@ -62,7 +73,7 @@ def said_of_resuming(name: str, saved: Mapping[str, Any] | None, now: Mapping[st
     rounding, training, kept = (_changes(saved.get(kind, {}), of) for kind, of in now.items())
     unused = f" Not used, the checkpoint's goes on: {kept}." if kept else ""
     if not (rounding or training):
-        return f"going on from {name}, bit for bit as if it had never stopped.{unused}"
+        return f"going on from {name}, bit for bit as if it had never stopped (with the same data and code).{unused}"
     start = f"going on from exactly the weights and states of {name}"
     if training:
         both = "; ".join(part for part in (training, rounding) if part)

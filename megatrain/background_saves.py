@@ -131,7 +131,7 @@ class BackgroundSaves:
         try:
             yield
         except BaseException as error:
-            self._saving = None
+            self.call_off()
             self.meter.take()
             when_failed()
             if must_succeed or self._on_error == "stop" or not isinstance(error, OSError):
@@ -147,7 +147,14 @@ class BackgroundSaves:
             saving.result()
             self._rate = saving.num_bytes / saving.seconds if saving.num_bytes else self._rate
             self._say(self._line(saving, self.meter.take()))
+            self._complete()
+
+    def _complete(self) -> None:
+        """What is done behind a checkpoint may fail: the checkpoint is whole for all that."""
+        try:
             self._when_complete()
+        except OSError as error:
+            logger.warning("%s is complete, but what comes behind it failed: %s", self._target, error)
 
     def _predict(self, num_bytes: int, spare_bytes: int, is_behind: bool) -> float | None:
         step_seconds = self.meter.step_seconds

@@ -210,6 +210,10 @@ class Trainer(CheckpointingTrainer):
             self._tr_loss = self._tr_loss.cpu()
         return list(torch.stack(losses).cpu())
 
+    @property
+    def most_rows(self) -> int | None:  # type: ignore[override]
+        return None if self._rows is None else self._rows.most_rows
+
     def _fewer_rows(self, model: nn.Module) -> FewerRows:
         if self._rows is None:
             self._rows = FewerRows(
@@ -293,6 +297,7 @@ class Trainer(CheckpointingTrainer):
         # would hide `step_was_skipped`, by which a skipped step pauses the schedule.
         optimizer._is_accelerate_prepared = True
         self._max_steps = max_steps
+        self.check_optimizer_settings()
         self.check_space(max_steps)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 

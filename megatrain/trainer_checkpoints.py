@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import logging
 import os
 import shutil
@@ -37,14 +36,12 @@ from megatrain.execute.model import without_card
 from megatrain.execute.report import say_on_a_line_of_its_own
 from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.commit import check_whole
-from megatrain.optim.saved import state_dict_of
+from megatrain.optim.saved import settings_of
 from megatrain.run_plan import disk_write_rate
 from megatrain.save.adapters import save_trained, saves_adapters
 from megatrain.save.card import WEIGHTS, Facts, write_card, write_facts
 from megatrain.save.checkpoints import (
     FOREIGN_OPTIMIZER_NAME,
-    OPTIMIZER_STEM,
-    SETTINGS_NAME,
     check_sound,
     checkpoints_in,
     missing_in,
@@ -53,8 +50,7 @@ from megatrain.save.checkpoints import (
 from megatrain.save.folder import whole_folder
 from megatrain.save.layers import can_save_by_layer
 from megatrain.save.saving import Saving, spare_host_bytes
-from megatrain.save.tensor_files import MappedTensors
-from megatrain.save.weights import checkpoint_bytes, read_exact, read_weights
+from megatrain.save.weights import checkpoint_bytes, read_exact, read_optimizer, read_weights
 from megatrain.stopping import StopWhenTold
 from megatrain.trainer_card import trainer_facts
 
@@ -71,8 +67,11 @@ class CheckpointingTrainer(transformers.Trainer):
     card_facts: Mapping[str, str] = {}
     """More lines for the model card: name -> fact."""
 
+    most_rows: int | None = None
+    """Of a micro-batch that run at a time, where the device did not hold more."""
+
     _stop: StopWhenTold | None = None
-    _is_on_save_due = False
+    _is_on_save_due = _has_failed_to_save = False
     _max_steps = 0
     """Of the run that is about to begin."""
 
@@ -106,6 +105,15 @@ class CheckpointingTrainer(transformers.Trainer):
     def checkpoint_dir(self) -> str:
         """Of this step."""
         return _checkpoint_dir(self.args.output_dir, self.state.global_step)
+
+    def check_optimizer_settings(self) -> None:
+        """Before the first step. Raises UserError where a param group holds what no checkpoint could."""
+        try:
+            settings_of(self.optimizer)
+        except UserError as error:
+            if self.args.save_strategy != "no":
+                raise
+            logger.warning("%s: Ctrl-C would save a checkpoint, and now cannot", error)
 
     def check_space(self, num_steps: int) -> None:
         """Before the first step. Raises UserError where the disk cannot hold the checkpoints that are there at once."""
@@ -193,9 +201,11 @@ class CheckpointingTrainer(transformers.Trainer):
         optimizer = None if self.args.save_only_model else self.optimizer
 
         def forget() -> None:
+            self._is_on_save_due, self._has_failed_to_save = False, True
             if self.state.best_model_checkpoint == target:
                 self.state.best_model_checkpoint = best_before
 
+        self._has_failed_to_save = False
         spare_bytes, needed_bytes = spare_host_bytes(self.engine), checkpoint_bytes(self.model, self.engine, optimizer)
         with self.saves.told(target, forget, must_succeed=self.is_stopping):
             with contextlib.ExitStack() as stack:
@@ -244,7 +254,7 @@ class CheckpointingTrainer(transformers.Trainer):
             folder,
             has_weights=is_by_layer,
             spare_bytes=spare_bytes,
-            notes={"arithmetic": arithmetic_of(self.engine, self.args, self.state.max_steps)},
+            notes={"arithmetic": arithmetic_of(self, self.state.max_steps)},
         )
 
     @contextlib.contextmanager
@@ -297,8 +307,9 @@ class CheckpointingTrainer(transformers.Trainer):
     ) -> transformers.TrainerControl:
         """In the place of the callbacks' event, which comes when the checkpoint is complete: those of transformers look
         into its folder, which they find by the step of the state."""
-        if self.saves.is_under_way:
-            self._is_on_save_due = True
+        has_failed, self._has_failed_to_save = self._has_failed_to_save, False
+        if self.saves.is_under_way or has_failed:
+            self._is_on_save_due = not has_failed
             control.should_save = False
             return control
         return type(self.callback_handler).on_save(self.callback_handler, args, state, control)
@@ -331,14 +342,13 @@ class CheckpointingTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder, now = Path(checkpoint), arithmetic_of(self.engine, self.args, self._max_steps)
+        folder, now = Path(checkpoint), arithmetic_of(self, self._max_steps)
         # Mapped, not read: the saved moments need not fit beside those at home.
         if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
             saved = torch.load(folder / FOREIGN_OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
             said = said_of_resuming(folder.name, None, now)
         else:
-            settings = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
-            saved = state_dict_of(settings, MappedTensors(folder, OPTIMIZER_STEM), self.optimizer)
+            settings, saved = read_optimizer(folder, self.optimizer)
             said = said_of_resuming(folder.name, settings.get("arithmetic"), now)
         self.optimizer.load_state_dict(saved)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))

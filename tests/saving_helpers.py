@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from trainer_helpers import arguments, llama, rows
+from transformers import TrainerCallback, TrainerState
 
 import megatrain as mt
+from megatrain.save.tensor_files import Shards
 
 
 def make_trainer(folder: Path, model: Any = None, given: dict[str, Any] | None = None, **changes: Any) -> mt.Trainer:
@@ -35,3 +39,29 @@ def flip_a_bit(path: Path) -> None:
 
 def cut_short(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
+
+
+class Gate:
+    """Holds back the writing of groups."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        write = Shards.write_group
+
+        def held_back(shards: Shards, tensors: Any) -> None:
+            self.reached.set()
+            assert self.opened.wait(60)
+            write(shards, tensors)
+
+        monkeypatch.setattr(Shards, "write_group", held_back)
+
+
+class AtStep(TrainerCallback):
+    """Calls something at the end of a step."""
+
+    def __init__(self, step: int, call: Any) -> None:
+        self.step, self.call = step, call
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.call()

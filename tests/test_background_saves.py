@@ -13,9 +13,9 @@ import torch
 import transformers
 from hypothesis import given as hypothesis_given
 from model_zoo import ARCHITECTURES, make_model
-from saving_helpers import files_of, load_weights, make_trainer
-from trainer_helpers import Blocks, arguments, assert_equal_weights, llama, rows
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from saving_helpers import AtStep, Gate, files_of, load_weights, make_trainer
+from trainer_helpers import Blocks, arguments, assert_equal_weights, llama
+from transformers import TrainerCallback, TrainerState
 
 import megatrain as mt
 from megatrain.background_saves import BackgroundSaves
@@ -25,39 +25,12 @@ from megatrain.save.checkpoints import damage_of
 from megatrain.save.layers import SavedLayers, can_save_by_layer
 from megatrain.save.pause import PauseMeter, predicted_pause
 from megatrain.save.saving import Saving
-from megatrain.save.tensor_files import Shards
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
     mt.init(device="cpu")
-
-
-class Gate:
-    """Holds back the writing of groups."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        write = Shards.write_group
-
-        def held_back(shards: Shards, tensors: Any) -> None:
-            self.reached.set()
-            assert self.opened.wait(60)
-            write(shards, tensors)
-
-        monkeypatch.setattr(Shards, "write_group", held_back)
-
-
-class AtStep(TrainerCallback):
-    """Calls something at the end of a step."""
-
-    def __init__(self, step: int, call: Any) -> None:
-        self.step, self.call = step, call
-
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.call()
 
 
 # What is saved
@@ -205,132 +178,6 @@ def test_whoever_changes_weights_by_hand_waits(tmp_path: Path, monkeypatch: pyte
     trainer.add_callback(AtStep(2, lambda: at_two.update(mt.full_state_dict(model))))
     trainer.train()
     assert torch.equal(load_weights(tmp_path / "checkpoint-2")["lm_head.weight"], at_two["lm_head.weight"])
-
-
-# What goes wrong
-
-
-def fail_to_write(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The disk is full at the group of that number, once."""
-    write, calls = Shards.write_group, []
-
-    def failing(shards: Shards, tensors: Any) -> None:
-        calls.append(1)
-        if len(calls) == at:
-            raise OSError(28, "No space left on device")
-        write(shards, tensors)
-
-    monkeypatch.setattr(Shards, "write_group", failing)
-
-
-def test_a_full_disk_is_told_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = make_trainer(tmp_path / "whole")
-    whole.train()
-    groups = 2 * len(whole.engine.homes) + 1
-    fail_to_write(monkeypatch, groups + 3)
-    trainer = make_trainer(tmp_path / "run", save_total_limit=1)
-    trainer.train()
-    assert "checkpoint-4 was not saved (" in caplog.text and "is full" in caplog.text
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint-6"}
-    assert_equal_weights(mt.full_state_dict(trainer.model), mt.full_state_dict(whole.model))
-    assert_equal_weights(files_of(tmp_path / "run" / "checkpoint-6"), files_of(tmp_path / "whole" / "checkpoint-6"))
-
-
-def test_a_full_disk_ends_the_run_where_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mt.init(device="cpu", on_save_error="stop")
-    trainer = make_trainer(tmp_path)
-    fail_to_write(monkeypatch, 2 * len(trainer.engine.homes) + 4)
-    with pytest.raises(OSError, match="is full"):
-        trainer.train()
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2"}
-    assert damage_of(tmp_path / "checkpoint-2") == []
-
-
-def test_the_best_checkpoint_is_none_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    trainer = make_trainer(tmp_path, None, {"eval_dataset": rows(4)}, **changes)
-    fail_to_write(monkeypatch, 2 * (2 * len(trainer.engine.homes) + 1) + 2)
-    trainer.train()
-    # The loss falls, so the last one would have been the best.
-    assert trainer.state.best_global_step == 6
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_drops_what_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    gate = Gate(monkeypatch)
-
-    def interrupt() -> None:
-        threading.Timer(0.2, gate.opened.set).start()
-        raise error
-
-    trainer = make_trainer(tmp_path, None, {"callbacks": [AtStep(3, interrupt)]})
-    with pytest.raises(error):
-        trainer.train()
-    assert list(tmp_path.iterdir()) == []
-    assert not any(thread.name.startswith(("megatrain-save", "megatrain-capture")) for thread in threading.enumerate())
-    assert all(home.captured.is_recorded for home in trainer.engine.homes)
-
-
-def test_an_error_of_the_run_comes_behind_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-
-    def fail() -> None:
-        threading.Timer(0.2, gate.opened.set).start()
-        raise RuntimeError("a callback of mine")
-
-    with pytest.raises(RuntimeError, match="a callback of mine"):
-        make_trainer(tmp_path, None, {"callbacks": [AtStep(3, fail)]}).train()
-    assert damage_of(tmp_path / "checkpoint-2") == []
-
-
-def test_a_lane_that_fails_ends_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = SavedLayers.capture
-
-    def failing(layers: SavedLayers, home: Any, *, copies: bool) -> Any:
-        if home is layers.homes[2]:
-            raise RuntimeError("the update lane died")
-        return capture(layers, home, copies=copies)
-
-    monkeypatch.setattr(SavedLayers, "capture", failing)
-    with pytest.raises(RuntimeError, match="the update lane died"):
-        make_trainer(tmp_path).train()
-    assert list(tmp_path.iterdir()) == []
-
-
-# Callbacks
-
-
-class Looks(TrainerCallback):
-    """Of the user's own: saves the model beside the checkpoint, as many do."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, dict[str, torch.Tensor]] = {}
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
-        assert damage_of(Path(args.output_dir) / f"checkpoint-{state.global_step}") == []
-        self.seen[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
-
-
-class OfTransformers(Looks):
-    on_save = lambda self, args, state, control, **kwargs: Looks.on_save(self, args, state, control, **kwargs)  # noqa: E731
-    on_save.__module__ = "transformers.integrations.integration_utils"
-
-
-@pytest.mark.parametrize("callback", [Looks, OfTransformers])
-def test_callbacks_find_the_checkpoint_complete(tmp_path: Path, callback: type[Looks]) -> None:
-    looks = callback()
-    make_trainer(tmp_path, llama(), {"callbacks": [looks]}).train()
-    assert list(looks.seen) == [2, 4, 6]
-    if callback is Looks:
-        for step, seen in looks.seen.items():
-            assert_equal_weights(load_weights(tmp_path / f"checkpoint-{step}"), seen)
 
 
 # The pause

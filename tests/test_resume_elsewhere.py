@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from trainer_helpers import assert_equal_weights, llama
 from transformers import TrainerCallback
 
 import megatrain as mt
+from megatrain import cli
 from megatrain.base.config import StreamOptions
+from megatrain.save.checkpoints import MANIFEST_NAME
 
 PLACES = ["cpu", "hbm", "disk"]
 
@@ -68,6 +71,7 @@ SAME, ROUNDED, OTHER = "bit for bit as if it had never stopped", "equal within r
         ({}, {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, [ROUNDED, "was 2, is 3."]),
         ({}, {"per_device_train_batch_size": 4}, [OTHER, "sequences a step was 6, is 12"]),
         ({}, {"num_train_epochs": 4}, [OTHER, "steps in all was 6, is 12"]),
+        ({}, {"seed": 7}, [OTHER, "seed was 42, is 7"]),
         ({}, {"warmup_steps": 2}, [OTHER, "warmup_steps was 1, is 2"]),
         ({"optimizer_compression": "4bit"}, {}, [OTHER, "moments was exact fp32, is 4bit"]),
     ],
@@ -146,3 +150,68 @@ def test_other_parameters_are_refused(tmp_path: Path) -> None:
     frozen.lm_head.requires_grad_(False)
     with pytest.raises(mt.UserError, match=r"has groups of .* parameters, this one of"):
         make_trainer(tmp_path, frozen).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("moments", [False, "lossless"])
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_masters_of_weights_that_are_saved_in_fewer_bits_go_on_exactly(
+    tmp_path: Path, place: str, moments: bool | str
+) -> None:
+    """A model that was loaded in bf16 and trains in fp32: its files are bf16."""
+    if place == "hbm" and moments:
+        pytest.skip("lossless moments do not live on a device")
+    mt.init(device="cpu", precision="fp32", optimizer_compression=moments)
+
+    def model() -> Any:
+        return mt.stream(llama().bfloat16(), options=StreamOptions(places=place))
+
+    whole = make_trainer(tmp_path / "run", model())
+    whole.train()
+    expected = mt.full_state_dict(whole.model)
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    assert load_weights(tmp_path / "run" / "checkpoint-2")["lm_head.weight"].dtype == torch.bfloat16
+    resumed = make_trainer(tmp_path / "run", model())
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_weights(mt.full_state_dict(resumed.model), expected)
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    assert cli.run_command(["export", str(checkpoint), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert_equal_weights(load_weights(tmp_path / "out"), expected)
+
+
+EDITS = [
+    lambda settings: [],
+    lambda settings: {**settings, "steps": {}},
+    lambda settings: {**settings, "steps": {**settings["steps"], "nobody": 1.0}},
+    lambda settings: {**settings, "steps": dict.fromkeys(settings["steps"])},
+    lambda settings: {key: value for key, value in settings.items() if key != "groups"},
+    lambda settings: {**settings, "groups": [{"parameters": g["parameters"]} for g in settings["groups"]]},
+    lambda settings: {**settings, "format": 99},
+]
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=range(len(EDITS)))
+def test_settings_that_were_edited_are_refused_by_name(stopped: Path, tmp_path: Path, edit: Any) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    (checkpoint / MANIFEST_NAME).unlink()
+    settings = json.loads((checkpoint / "optimizer.json").read_text())
+    (checkpoint / "optimizer.json").write_text(json.dumps(edit(settings)))
+    mt.init(device="cpu", precision="bf16")
+    with pytest.raises(mt.UserError, match=r"optimizer\.json is not what was written|the saved optimizer"):
+        make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_a_group_that_cannot_be_saved_is_told_before_the_first_step(
+    tmp_path: Path, save_strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tmp_path, save_strategy=save_strategy, max_steps=1)
+    trainer.create_optimizer().param_groups[0]["mine"] = {"a": 1}
+    if save_strategy == "no":
+        trainer.train()
+        assert "mine={'a': 1} cannot be saved" in caplog.text
+        return
+    with pytest.raises(mt.UserError, match="mine=.* cannot be saved: make it a number"):
+        trainer.train()
+    assert trainer.state.global_step == 0

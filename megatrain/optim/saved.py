@@ -28,7 +28,9 @@ FORMAT = 1
 STEP = "step"
 SEPARATOR = "/"
 MASTER_LOW_HALF = "master_low_half"
-"""In the same files, the 16 bits of an fp32 master that the saved weights lack."""
+"""In the same files, the 16 bits of an fp32 master that bf16 weights lack."""
+MASTER = "master"
+"""In the same files, the fp32 master of weights that are saved rounded in another way."""
 
 States = Mapping[str, "torch.Tensor | LosslessMoment"]
 
@@ -76,7 +78,7 @@ def state_dict_of(
     }
     for full_name in tensors:
         name, _, key = full_name.rpartition(SEPARATOR)
-        if name in numbers and key != MASTER_LOW_HALF:
+        if name in numbers and key not in (MASTER_LOW_HALF, MASTER):
             state[numbers[name]][key] = tensors[full_name]
     groups = [
         {

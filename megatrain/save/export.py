@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megatrain.base.errors import UserError
+from megatrain.optim.saved import SEPARATOR
 from megatrain.save.card import CARD_NAME, FACTS_NAME, WEIGHTS, Facts, card_text, listed_dtypes, read_facts, state_facts
 from megatrain.save.checkpoints import (
     FOREIGN_OPTIMIZER_NAME,
@@ -23,7 +24,7 @@ from megatrain.save.checkpoints import (
     check_sound,
 )
 from megatrain.save.folder import WEIGHT_NAMES, whole_folder
-from megatrain.save.layers import LOW_HALF
+from megatrain.save.layers import LOW_HALF, WHOLE
 from megatrain.save.tensor_files import MappedTensors
 from megatrain.save.weights import weight_files
 from megatrain.store.masters import join
@@ -95,13 +96,16 @@ class _Halves:
 
     def __init__(self, checkpoint: Path) -> None:
         self._tensors = MappedTensors(checkpoint, OPTIMIZER_STEM)
-        self._left = {name.removesuffix(LOW_HALF) for name in self._tensors if name.endswith(LOW_HALF)}
+        endings = (LOW_HALF, WHOLE)
+        self._left = {name.rpartition(SEPARATOR)[0] for name in self._tensors if name.endswith(endings)}
         self.is_any = bool(self._left)
 
     def master(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         if name not in self._left:
             return weights.float()
         self._left.remove(name)
+        if f"{name}{WHOLE}" in self._tensors:
+            return self._tensors[f"{name}{WHOLE}"]
         return join(weights.view(-1), self._tensors[f"{name}{LOW_HALF}"]).view(weights.shape)
 
     def unused(self) -> list[str]:

@@ -16,7 +16,7 @@ from megatrain.execute.engine import Engine
 from megatrain.execute.model import StreamedModel
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.base import HomeOptimizer
-from megatrain.optim.saved import MASTER_LOW_HALF, SEPARATOR, states_of
+from megatrain.optim.saved import MASTER, MASTER_LOW_HALF, SEPARATOR, states_of
 from megatrain.optim.updaters import update_order
 from megatrain.plan.placement import DISK_TIER
 from megatrain.save.adapters import saves_adapters
@@ -26,6 +26,7 @@ from megatrain.store.home import Home, on_host
 from megatrain.store.lossless import LosslessMoment
 
 LOW_HALF = f"{SEPARATOR}{MASTER_LOW_HALF}"
+WHOLE = f"{SEPARATOR}{MASTER}"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,8 +44,8 @@ class SavedLayers:
         self._model, self._engine, self._optimizer = model, engine, optimizer
         self.homes = _in_order_of_updates(engine)
         self._weights, self._others = _weights_of(model) if has_weights else ({}, {})
-        cut = not saves_adapters(model)
-        self._halves = {home: _cut_fields(home) if cut and optimizer else [] for home in self.homes}
+        is_cut = optimizer is not None and not saves_adapters(model)
+        self._cut = {home: [f for f in home.fields if is_cut and lacks_bits(f)] for home in self.homes}
 
     # Names and shapes.
 
@@ -60,7 +61,7 @@ class SavedLayers:
     def num_bytes(self, home: Home) -> int:
         """That `capture` takes at most, where everything is copied."""
         weights = sum(field.numel * field.saved_dtype.itemsize for field in self._weights.get(home, {}).values())
-        halves = sum(2 * field.numel for field in self._halves[home])
+        halves = sum(lacking_bytes(field) for field in self._cut[home])
         states = states_of(self._optimizer, home).values() if self._optimizer else ()
         sizes = (one.num_coded_bytes if isinstance(one, LosslessMoment) else one.nbytes for one in states)
         return weights + halves + sum(sizes)
@@ -78,7 +79,11 @@ class SavedLayers:
             self._engine.memory.disk.settle()
         fields = self._weights.get(home, {})
         weights = _converted(self._model, {name: home.as_saved(field) for name, field in fields.items()})
-        states = {f"{field.name}{LOW_HALF}": on_host(home.low_half(field)) for field in self._halves[home]}
+        states = {}
+        for field in self._cut[home]:
+            is_half = _lacks_half(field)
+            part = on_host(home.low_half(field)) if is_half else home.captured_master(field)
+            states[f"{field.name}{LOW_HALF if is_half else WHOLE}"] = part
         named = states_of(self._optimizer, home) if self._optimizer else {}
         for name, value in named.items():
             states[name] = value.pack() if isinstance(value, LosslessMoment) else on_host(value)
@@ -95,7 +100,9 @@ class SavedLayers:
         assert self._optimizer is not None
         entries = [
             Entry(name=f"{field.name}{LOW_HALF}", dtype=torch.int16, shape=(field.numel,))
-            for field in self._halves[home]
+            if _lacks_half(field)
+            else Entry(name=f"{field.name}{WHOLE}", dtype=torch.float32, shape=field.shape)
+            for field in self._cut[home]
         ]
         for name, value in states_of(self._optimizer, home).items():
             if isinstance(value, LosslessMoment):
@@ -126,13 +133,20 @@ def can_save_by_layer(model: nn.Module) -> bool:
     return sorted(together, key=lambda entry: entry.name) == sorted(apart, key=lambda entry: entry.name)
 
 
-def cut_fields(engine: Engine) -> list[tuple[Home, Field]]:
-    """Those whose saved weights lack the low half of their masters."""
-    return [(home, field) for home in engine.homes for field in _cut_fields(home)]
+def lacks_bits(field: Field) -> bool:
+    """Its weights are saved in fewer bits than its master has."""
+    is_fp32 = field.is_split or field.dtype == torch.float32
+    return is_fp32 and field.saved_dtype.itemsize < torch.float32.itemsize
 
 
-def _cut_fields(home: Home) -> list[Field]:
-    return [field for field in home.fields if field.is_split and field.saved_dtype == torch.bfloat16]
+def lacking_bytes(field: Field) -> int:
+    """Of what is saved beside them for that."""
+    return field.numel * (2 if _lacks_half(field) else 4)
+
+
+def _lacks_half(field: Field) -> bool:
+    """bf16 weights are the master rounded to nearest, as a split one holds it."""
+    return field.is_split and field.saved_dtype == torch.bfloat16
 
 
 def _in_order_of_updates(engine: Engine) -> list[Home]:

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +23,14 @@ from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine
 from megatrain.execute.model import StreamedModel
 from megatrain.optim.base import HomeOptimizer
+from megatrain.optim.saved import state_dict_of
 from megatrain.save.adapters import read_adapters, saves_adapters, trained_bytes
 from megatrain.save.checkpoints import FOREIGN_OPTIMIZER_NAME, OPTIMIZER_STEM, SETTINGS_NAME
 from megatrain.save.folder import WEIGHT_NAMES
-from megatrain.save.layers import LOW_HALF, cut_fields
+from megatrain.save.layers import LOW_HALF, WHOLE, lacking_bytes, lacks_bits
 from megatrain.save.tensor_files import WEIGHTS_STEM, MappedTensors, tensor_files
+from megatrain.spec.layout import Field
+from megatrain.store.home import Home
 from megatrain.store.masters import join
 
 logger = logging.getLogger("megatrain")
@@ -70,7 +74,7 @@ def _exact_bytes(model: nn.Module, engine: Engine) -> int:
     """Bytes of what the saved weights lack of the exact masters."""
     if saves_adapters(model):
         return trained_bytes(engine)
-    return sum(LOW_HALF_BYTES * field.numel for _, field in cut_fields(engine))
+    return sum(lacking_bytes(field) for field in _fields(engine) if lacks_bits(field))
 
 
 def read_exact(model: nn.Module, engine: Engine, folder: Path) -> None:
@@ -81,36 +85,63 @@ def read_exact(model: nn.Module, engine: Engine, folder: Path) -> None:
     if saves_adapters(model):
         return
     engine.wait()
-    halves = MappedTensors(folder, OPTIMIZER_STEM)
+    saved = MappedTensors(folder, OPTIMIZER_STEM)
     was_rounded = False
     for home in engine.homes:
         for field in home.fields:
-            name = f"{field.name}{LOW_HALF}"
-            if name not in halves:
+            master = _saved_master(home, field, saved)
+            if master is None:
                 continue
-            if field.is_split:
-                home.expose()
-                home.low_half(field).copy_(halves[name])
-            elif field.dtype == torch.float32:
-                rounded = home.read(field).to(torch.bfloat16)
-                home.write(field, join(rounded.view(-1), halves[name]).view(field.shape))
+            if field.is_split or field.dtype == torch.float32:
+                home.write(field, master)
             else:
-                was_rounded = True
+                was_rounded = True  # as the saved weights are, which have been read
     if was_rounded:
-        logger.warning("the saved masters are fp32 (split) and were rounded to bf16, which is what masters are now")
+        logger.warning("the saved masters are fp32 and were rounded to bf16, which is what masters are now")
     elif saved_master(folder) == "bf16" != engine.formats.master:
         logger.warning("the saved masters are bf16: the fp32 masters that there are now start as they")
-    elif (folder / FOREIGN_OPTIMIZER_NAME).is_file() and cut_fields(engine):
+    elif (folder / FOREIGN_OPTIMIZER_NAME).is_file() and any(map(lacks_bits, _fields(engine))):
         logger.warning(
             "%s was saved by plain transformers: its bf16 weights are whole, and masters start as they", folder
         )
+
+
+def _saved_master(home: Home, field: Field, saved: MappedTensors) -> torch.Tensor | None:
+    """The exact master of weights that were saved in fewer bits and have been read. None where they were not."""
+    if f"{field.name}{WHOLE}" in saved:
+        return saved[f"{field.name}{WHOLE}"]
+    if f"{field.name}{LOW_HALF}" not in saved:
+        return None
+    rounded = home.read(field).to(torch.bfloat16)
+    return join(rounded.view(-1), saved[f"{field.name}{LOW_HALF}"]).view(field.shape)
+
+
+def _fields(engine: Engine) -> list[Field]:
+    return [field for home in engine.homes for field in home.fields]
+
+
+def read_optimizer(folder: Path, optimizer: HomeOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the optimizer of a checkpoint, and what its `load_state_dict` takes: mapped, not read.
+
+    Raises UserError for settings that are not what was written, or of another optimizer.
+    """
+    try:
+        settings = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
+        return settings, state_dict_of(settings, MappedTensors(folder, OPTIMIZER_STEM), optimizer)
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / SETTINGS_NAME} is not what was written ({type(error).__name__}: {error}): choose another "
+            "checkpoint"
+        ) from error
 
 
 def saved_master(folder: Path) -> str | None:
     """Form of the masters of a checkpoint, as `mt.init(master=...)` names them. None where nothing tells."""
     try:
         return json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8")).get("master")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return None
 
 

@@ -141,6 +141,13 @@ class Home:
             weights = join(weights.view(-1), on_host(self.low_half(field))).view(field.shape)
         return weights.to(field.saved_dtype)
 
+    def captured_master(self, field: Field) -> torch.Tensor:
+        """The exact fp32 master on the CPU, which may view the home; as `as_saved` neither lent nor waited for."""
+        weights = on_host(self.weights(field))
+        if field.is_split:
+            return join(weights.view(-1), on_host(self.low_half(field))).view(field.shape)
+        return weights
+
     @property
     def is_lent(self) -> bool:
         """Somebody still holds what `saved` returned, and reads it without waiting: an update must be done before its
