@@ -38,7 +38,8 @@ Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, a second one ends 
     megatrain resume runs/own_documents training.max_steps=200
     megatrain train recipes/own_documents.yaml training.resume_from_checkpoint=true
 
-The first takes recipe and settings from the output folder, which keeps them; settings may be added.
+The first takes recipe and settings from the output folder, which keeps them; settings may be added. A run of your own
+script goes on otherwise: [reliability.md](reliability.md#saving-and-resuming).
 
 `true` is the newest sound checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run
 measures the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run
@@ -82,7 +83,7 @@ def render() -> str:
 
 def _section(name: str, cls: type) -> str:
     docs = field_docs(cls)
-    purpose = field_docs(Recipe)[name]
+    purpose = textwrap.fill(field_docs(Recipe)[name], 120, break_long_words=False, break_on_hyphens=False)
     lines = [f"## {name}", "", purpose, "", "| key | type | default | |", "|---|---|---|---|"]
     types = field_types(cls)
     for field in dataclasses.fields(cls):
