@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from megatrain.store.disk_memory import DiskMemory
 from megatrain.store.memory import HostMemory
 from megatrain.store.tier import PAGE_BYTES
 from megatrain.transport.disk import DiskWindow
+
+ANY_HOME = Mock(name="a home that no write fails for")
 
 RACES = {"poison": True, "lane_delay_seconds": 0.001}
 MIXED = {
@@ -260,7 +263,7 @@ def test_a_window_is_a_plain_array(num_slots: int, order: list[int], meddles: se
             data[piece].fill_(turn)
             truth[piece].fill_(turn)
             window.end_exposures()
-        opened, other = window.open([data[piece], fresh], fresh)
+        opened, other = window.open(ANY_HOME, [data[piece], fresh], fresh)
         assert other is fresh
         assert torch.equal(opened, truth[piece]), turn
         opened.add_(turn + 1)
@@ -277,7 +280,7 @@ def test_a_repeated_order_is_read_ahead(tmp_path: Path) -> None:
     window = DiskWindow(disk, HostMemory(max_bytes=None, pin=False), num_slots=4, slot_bytes=PAGE_BYTES)
     for _ in range(3):
         for row in data:
-            window.open([row, fresh], fresh)
+            window.open(ANY_HOME, [row, fresh], fresh)
             window.close()
         window.flush()
     # All but the 8 of the first time, and the first one after it, are known by the two before them.
