@@ -15,7 +15,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent, looking_at
 from megatrain.base.units import MIB, format_bytes
 from megatrain.plan.placement import NUM_MOMENTS
-from megatrain.save.weights import LOW_HALF_BYTES
+from megatrain.save.layers import LOW_HALF_BYTES
 from megatrain.spec.formats import most_moment_bytes
 
 if TYPE_CHECKING:

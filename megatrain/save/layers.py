@@ -27,6 +27,7 @@ from megatrain.store.lossless import LosslessMoment
 
 LOW_HALF = f"{SEPARATOR}{MASTER_LOW_HALF}"
 WHOLE = f"{SEPARATOR}{MASTER}"
+LOW_HALF_BYTES, WHOLE_BYTES = 2, 4
 
 Tensors = dict[str, torch.Tensor]
 
@@ -141,7 +142,7 @@ def lacks_bits(field: Field) -> bool:
 
 def lacking_bytes(field: Field) -> int:
     """Of what is saved beside them for that."""
-    return field.numel * (2 if _lacks_half(field) else 4)
+    return field.numel * (LOW_HALF_BYTES if _lacks_half(field) else WHOLE_BYTES)
 
 
 def _lacks_half(field: Field) -> bool:

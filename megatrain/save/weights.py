@@ -36,7 +36,6 @@ from megatrain.store.masters import join
 logger = logging.getLogger("megatrain")
 
 GROUP_BYTES = GIB
-LOW_HALF_BYTES = 2
 
 
 def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
