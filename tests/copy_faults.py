@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,6 @@ def flip(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def broken(error: Exception) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def fail(*_: torch.Tensor) -> None:
-        raise error
+        raise copy.copy(error)  # one that is raised again would hold the frames of every model
 
     return fail

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatrain.base.errors import UserError
-from megatrain.optim import definition, device_update, rules, tensors
+from megatrain.optim import definition, device_update, rules, tensors, torch_update
 from megatrain.optim.device_update import DeviceUpdater
 from megatrain.optim.formula import AdamScalars, AdamWScalars, LionScalars, MomentumScalars, SGDScalars
 from megatrain.optim.segment import Ema, Segment
@@ -139,9 +139,7 @@ def pattern(tensor: Tensor) -> Tensor:
 
 
 def assert_same_bits(actual: Segment, expected: Segment) -> None:
-    for number, (ours, theirs) in enumerate(
-        zip(tensors.tensors_of(actual), tensors.tensors_of(expected), strict=True)
-    ):
+    for number, (ours, theirs) in enumerate(zip(tensors.tensors_of(actual), tensors.tensors_of(expected), strict=True)):
         different = torch.nonzero(pattern(ours) != pattern(theirs)).view(-1)
         assert not different.numel(), (number, different[:5], ours[different[:5]], theirs[different[:5]])
 
@@ -315,7 +313,7 @@ def test_a_failed_run_waits_for_what_it_enqueued(monkeypatch: pytest.MonkeyPatch
     def fail(segment: Segment, measure: bool) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(definition, "update_", fail)
+    monkeypatch.setattr(torch_update, "update_", fail)
     monkeypatch.setattr(device_update._Staging, "synchronize", lambda one: waits.append(one))
     with pytest.raises(MemoryError):
         DeviceUpdater("cpu").run_streamed([make_segment(0, 100)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException, 
     def call(self: Home, *args: Any) -> Any:
         calls.append(self)
         if len(calls) >= number:
-            raise error
+            raise copy.copy(error)  # one that is raised again would hold the frames of every model
         return plain(self, *args)
 
     monkeypatch.setattr(Home, method, call)

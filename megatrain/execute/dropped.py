@@ -16,10 +16,12 @@ from torch import nn
 if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
 
-NUM_LOOKS, LOOK_SECONDS = 20, 0.01
-"""A lane's thread lets go of its last work a moment after that is over. Who holds an optimizer holds its homes."""
+PAUSES_SECONDS = (0.01, 0.04, 0.15)
+"""A lane's thread lets go of its last work a moment after that is over."""
 
 _models: weakref.WeakKeyDictionary[Engine, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Of dropped models, what was waited for once and stayed: who holds an optimizer or an error holds the homes."""
 
 
 def note_streamed(model: nn.Module, engine: Engine) -> None:
@@ -31,17 +33,19 @@ def collect_dropped() -> None:
     if not _models:
         return
     gc.collect()
-    gone = [engine for engine, model in list(_models.items()) if model() is None]
+    gone = [engine for engine, model in list(_models.items()) if model() is None and engine not in _held]
     for engine in gone:
         with contextlib.suppress(Exception):  # a lane that failed: nobody is there to be told
             engine.wait()
     engines = [weakref.ref(engine) for engine in gone]
     engine = None
     gone.clear()
-    for _ in range(NUM_LOOKS):
+    for pause_seconds in (0.0, *PAUSES_SECONDS) if engines else ():
+        time.sleep(pause_seconds)
         gc.collect()
         if not any(engine() is not None for engine in engines):
             break
-        time.sleep(LOOK_SECONDS)
+    _held.update(engine for one in engines if (engine := one()) is not None)
+    engine = None
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

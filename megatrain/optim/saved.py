@@ -17,6 +17,7 @@ import torch
 
 from megatrain.base.errors import UserError
 from megatrain.optim.checks import is_scalar
+from megatrain.optim.saved_rule import check_rule
 from megatrain.optim.states import State
 from megatrain.store.home import Home
 from megatrain.store.lossless import LosslessMoment
@@ -97,6 +98,7 @@ def _check(settings: Mapping[str, Any], optimizer: HomeOptimizer) -> None:
             f"{FORMAT}: use the version that wrote it, or start a new run from the weights"
         )
     saved, own = settings["groups"], optimizer.param_groups
+    check_rule(own, [group["numbers"] for group in saved])
     names = [[parameter._field.name for parameter in group["params"]] for group in own]
     if [sorted(group["parameters"]) for group in saved] != [sorted(group) for group in names]:
         raise UserError(

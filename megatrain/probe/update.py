@@ -15,6 +15,7 @@ from megatrain.base.units import format_number
 from megatrain.optim import rules
 from megatrain.optim.formula import AdamWScalars
 from megatrain.optim.lossless_update import LosslessSegment, update_lossless
+from megatrain.optim.marks import Marks
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import CpuUpdater
 from megatrain.probe.facts import NS_PER_PARAMETER, Rate, attempt
@@ -62,7 +63,7 @@ def _ns_per_parameter(name: str, weights: tuple[Tensor, Tensor, Tensor], seconds
 
         def step() -> None:
             if isinstance(segment, LosslessSegment):
-                update_lossless(updater, pool, [segment], False)
+                update_lossless(updater, pool, [segment], False, Marks())
             else:
                 updater.run([segment])
 
