@@ -20,6 +20,7 @@ _PUBLIC = {
     "named_gradients": "megatrain.api",
     "full_state_dict": "megatrain.api",
     "stats": "megatrain.api",
+    "trace": "megatrain.tracing",
     "Workload": "megatrain.plan.workload",
     "Trainer": "megatrain.trainer",
     "UserError": "megatrain.base.errors",

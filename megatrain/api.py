@@ -230,7 +230,7 @@ def accumulate(
     Returns the micro-batches' losses (detached), which sum to the step's loss. Gradients are added to what is there.
     Raises torch.OutOfMemoryError where the device's memory does not hold them, with no input of a layer kept there.
     """
-    engine = _engine(model)
+    engine = engine_for(model)
     batches = _check_batches(batches, loss_fn)
     num_items = num_target_tokens(model, batches) if loss_fn is None else None
 
@@ -259,7 +259,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Returns the norm before clipping (fp32 scalar on the CPU), as torch.nn.utils.clip_grad_norm_ does.
     """
-    engine = _engine(model)
+    engine = engine_for(model)
     if engine.config.clip == "layer":
         raise UserError(
             'clip="layer" clips in the backward, by the norm of each layer: give max_norm to the optimizer, '
@@ -272,14 +272,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(original name, copy of the exact master on the CPU), one by one. Waits for the updates it needs."""
-    _engine(model)
+    engine_for(model)
     for name, parameter in named_home_parameters(model):
         yield name, parameter.master()
 
 
 def named_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(original name, gradient on the CPU), one by one, for parameters that have one. Views the gradient at home."""
-    _engine(model)
+    engine_for(model)
     for name, parameter in named_home_parameters(model):
         gradient = parameter.grad
         if gradient is not None:
@@ -291,7 +291,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Tied parameters are there under each of their names, as one tensor.
     """
-    _engine(model)
+    engine_for(model)
     state = model.state_dict(keep_vars=True)
     copies = {id(value): _copy(value) for value in state.values()}
     return {name: copies[id(value)] for name, value in state.items()}
@@ -305,7 +305,7 @@ def _copy(value: Any) -> Any:
 
 def stats(model: nn.Module) -> dict[str, Any]:
     """Visits a home, transfers, bytes, prediction hits and misses, and stalls since the model was streamed."""
-    return _engine(model).stats()
+    return engine_for(model).stats()
 
 
 def _check_batches(batches: Any, loss_fn: Any) -> list[Mapping[str, Any]]:
@@ -327,7 +327,8 @@ def _check_batches(batches: Any, loss_fn: Any) -> list[Mapping[str, Any]]:
     return batches
 
 
-def _engine(model: nn.Module) -> Engine:
+def engine_for(model: nn.Module) -> Engine:
+    """The engine of a streamed model. Raises UserError for one that is not streamed."""
     engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UserError(f"this {type(model).__name__} is not streamed: call mt.stream(model) first")

@@ -118,7 +118,7 @@ def test_the_trace_is_one_that_chrome_opens(capsys: pytest.CaptureFixture[str], 
     code, out, _ = command(capsys, "plan", folder, "--machine", "rtx4090", "--tokens", "4x256", "--trace", file)
     assert code == 0 and str(file) in out
     events = json.loads(file.read_text())["traceEvents"]
-    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     work = [event for event in events if event["ph"] == "X"]
     assert {"compute"} <= set(lanes.values()) and {event["tid"] for event in work} <= set(lanes)
     for lane in lanes:

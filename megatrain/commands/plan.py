@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.config import CLIPS, COMPRESSIONS, MASTERS, MOST_GB, PRECISIONS, Config
 from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, machine_profile_path, user_path
+from megatrain.base.trace import writable, write_trace
 from megatrain.commands.console import make_console, print_fact
 from megatrain.commands.plan_tables import TIER_TITLES, print_plan
 
@@ -58,7 +59,7 @@ def plan(model: str, options: PlanOptions) -> None:
     console = make_console()
     workload = _workload(options)
     settings = _settings(options)
-    trace = None if options.trace is None else _writable(options.trace)
+    trace = None if options.trace is None else writable(options.trace, "--trace")
     outlined = outline_model(model)  # a slip in its name is told before a machine is measured
     machine, note = find_machine(options.machine)
     question = _question(outlined, machine, workload, settings, options)
@@ -242,16 +243,7 @@ def _answer_data(answer: WhatIf) -> dict[str, Any]:
     return {"change": answer.change, "fits": True, "step_seconds": answer.plan.step_seconds, "peak": peaks}
 
 
-def _writable(file: Path) -> Path:
-    file = user_path(file, "--trace")
-    with looking_at("--trace"):
-        if file.is_dir() or not file.absolute().parent.is_dir():
-            raise UserError(f"--trace: {file} cannot be written; name a file in a folder that is there")
-    return file
-
-
 def _write_trace(found: Plan, file: Path) -> None:
-    from megatrain.plan.explain import trace_events
+    from megatrain.plan.explain import simulated_trace
 
-    with looking_at("--trace"):
-        file.write_text(json.dumps(trace_events(found.simulation)), encoding="utf-8")
+    write_trace(simulated_trace(found), file, "--trace")

@@ -93,6 +93,7 @@ class Call:
         self.recorded_keys = recorded_keys
         self.context = CallContext(layer.modules, engine.device)
         self.use: Use = engine.passes.use(layer.home)
+        self.micro_batch: int | None = None
         self._version = layer.home.version
         # As in plain autograd, what was frozen in the forward gets no gradient.
         self.trained = layer.trainable_fields()
@@ -182,7 +183,8 @@ class Call:
             return [None] * len(graph.inputs), []
         outputs, of_outputs = [o for o, _ in roots], [g for _, g in roots]
         is_kept = self.kept is not None
-        found = torch.autograd.grad(outputs, wanted, of_outputs, allow_unused=True, retain_graph=is_kept)
+        with self.engine.in_model(self.layer, "autograd"):
+            found = torch.autograd.grad(outputs, wanted, of_outputs, allow_unused=True, retain_graph=is_kept)
         of_params = found[len(inputs) :]
         of_inputs = iter(found[: len(inputs)])
         input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in graph.inputs]
@@ -240,6 +242,7 @@ class Call:
             self.layer.bound(params),
             recording(self.recorded_keys) as recorded,
             setting_attributes(self.layer.own_modules) as attributes,
+            self.engine.in_model(self.layer),
         ):
             result = (self.layer.run if self._is_eager else self.layer.run_training)(args, kwargs)
         taker = Taker()
@@ -310,7 +313,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor, *edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors = call.tensors
-        with call.engine.visit(call.layer) as params:
+        with call.engine.visit(call.layer, "forward", call.micro_batch) as params:
             outputs = call.forward(params)
         ctx.call = call
         # An input that gets a gradient is a boundary activation, and is stored; masks and such are shared.

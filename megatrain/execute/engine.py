@@ -14,7 +14,7 @@ import math
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from megatrain.execute.retry import accumulate_with_room
 from megatrain.execute.runs import Run, current_run
 from megatrain.execute.templates import compile_templates
 from megatrain.execute.transports import make_transport
+from megatrain.execute.visits import Visits, told_to_recorder
 from megatrain.plan.placement import HBM_TIER, RAM
 from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement
@@ -48,6 +49,7 @@ from megatrain.store.memory import HostMemory
 from megatrain.store.set_aside import SetAside
 from megatrain.transport.activations import ActivationStore
 from megatrain.transport.drain import GradientPacket
+from megatrain.transport.recorder import computing, on_host
 
 Result = TypeVar("Result")
 
@@ -138,7 +140,7 @@ class Engine:
         """With clip="layer": queues the update of a home whose gradients were just sent home, which uses them up."""
         self.is_last: dict[str, bool] = {}
         self.num_steps = 0
-        self._visits: dict[StreamedLayer, Views] = {}
+        self._visits = Visits(self.transport)
         self._depth = 0
         self._thread = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -178,6 +180,7 @@ class Engine:
     def _call_alone(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         return self._call(layer, args, kwargs, None)
 
+    @told_to_recorder("call", lambda layer: layer)
     def _call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], run: Run | None) -> Any:
         if not torch.is_grad_enabled():
             return self._call_without_graph(layer, args, kwargs)
@@ -189,6 +192,7 @@ class Engine:
             self.report.see(arguments.tensors[0])
         keep_graph = run is not None and run.keeps_graph
         call = Call(self, layer, arguments, recorded_keys=recording_keys(), keep_graph=keep_graph)
+        call.micro_batch = None if run is None else run.number
         anchor = self._anchor if layer.trainable_fields() else self._anchor.detach()
         outputs = LayerFunction.apply(call, anchor, *call.edges)
         if run is not None:
@@ -199,26 +203,23 @@ class Engine:
         leaves = pytree.tree_leaves((args, kwargs))
         self._check_inputs(layer, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         with self.visit(layer) as params:
-            with layer.bound(params), setting_attributes(layer.own_modules) as attributes:
+            with layer.bound(params), setting_attributes(layer.own_modules) as attributes, self.in_model(layer):
                 result = layer.run(args, kwargs)
             result, *_ = apart((result, attributes, args, kwargs, recorded_so_far()), params)
         set_attributes(attributes)
         return result
 
-    @contextlib.contextmanager
-    def visit(self, layer: StreamedLayer) -> Iterator[Views]:
+    def visit(
+        self, layer: StreamedLayer, what: str = "forward", micro_batch: int | None = None
+    ) -> contextlib.AbstractContextManager[Views]:
         """The layer's parameters on the device for the length of the block. Visits nest: all have the same views."""
-        is_outermost = layer not in self._visits
-        weights = self.transport.acquire(layer.home)
-        try:
-            if is_outermost:
-                self._visits[layer] = layer.views(weights)
-            yield self._visits[layer]
-        finally:
-            if is_outermost:
-                self._visits.pop(layer, None)
-            self.transport.release(layer.home)
+        return self._visits.open(layer, what, micro_batch)
 
+    def in_model(self, layer: StreamedLayer, what: str = "model code") -> contextlib.AbstractContextManager[None]:
+        """Around code of the model's authors, or of PyTorch, that a layer's call runs."""
+        return on_host(self.transport.recorder, what, layer.name)
+
+    @told_to_recorder("backward call", lambda call: call.layer)
     @_alone
     def backward_call(
         self,
@@ -231,13 +232,14 @@ class Engine:
         """Gradients of a call's inputs; those of its weights, if wanted, are added to the pass."""
         if wants_weights:
             self.join_autograd()
-        input_grads = call.passed_on(grads)
+        input_grads, param_grads = call.passed_on(grads), []
         if input_grads is None:
-            with self.visit(call.layer) as params:
+            with self.visit(call.layer, "backward", call.micro_batch) as params:
                 input_grads, param_grads = call.backward(params, tensors, grads, wants_weights=wants_weights)
+        with computing(self.transport.recorder, "sum gradients", call.layer.name):
             self.passes.add(call.layer.home, param_grads)
-        if wants_weights or not call.trained:
-            self.passes.settle(call.layer.home, call.use)
+            if wants_weights or not call.trained:
+                self.passes.settle(call.layer.home, call.use)
         return input_grads
 
     def join_autograd(self) -> None:
@@ -302,7 +304,9 @@ class Engine:
 
     def recover(self) -> None:
         """Clear away what an exception left undone."""
-        is_clean = self.transport.is_idle and not (self._visits or self.is_collecting or self.passes.is_held)
+        is_clean = self.transport.is_idle and not (
+            self._visits.is_any_open or self.is_collecting or self.passes.is_held
+        )
         if is_clean and not self.passes.is_torn():
             return
         self.is_collecting = False

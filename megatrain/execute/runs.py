@@ -59,7 +59,7 @@ class Run(greenlet.greenlet):
     """One micro-batch's forward. Grad mode, hooks on saved tensors, autocast, RNG, context variables and attributes are
     its own."""
 
-    def __init__(self, engine: Engine, thunk: Callable[[], torch.Tensor], seed: int | None) -> None:
+    def __init__(self, engine: Engine, thunk: Callable[[], torch.Tensor], seed: int | None, number: int = 0) -> None:
         super().__init__(self._main)
         self.gr_context = contextvars.copy_context()
         self.aliases: dict[Field, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class Run(greenlet.greenlet):
         self.loss: torch.Tensor | None = None
         self.kept: _Kept | None = None
         self.keeps_graph = False
-        self.engine = engine
+        self.engine, self.number = engine, number
         self._device = engine.device
         self._thunk = thunk
         self._seed = seed
@@ -165,7 +165,8 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
     before = torch.get_rng_state()
     seeds = [None] if len(thunks) == 1 else torch.randint(2**62, (len(thunks),)).tolist()
     after = torch.get_rng_state()
-    runs = [Run(engine, thunk, seed) for thunk, seed in zip(thunks, seeds, strict=True)]
+    pairs = zip(thunks, seeds, strict=True)
+    runs = [Run(engine, thunk, seed, number) for number, (thunk, seed) in enumerate(pairs)]
     try:
         engine.passes.hold()
         roots, losses = _forward(engine, runs)

@@ -33,6 +33,7 @@ from megatrain.optim.updating import Group, HomeUpdating
 from megatrain.spec.layout import Field
 from megatrain.store.home import Home, expose_held
 from megatrain.store.lending import Lending
+from megatrain.transport.recorder import on_host
 
 
 class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
@@ -168,8 +169,9 @@ class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
             homes = [] if self.step_was_skipped else update_order(engine, self._members)
         updates = [Update(home, self._snapshot(home)) for home in homes]
         self._open_step.begin(updates, engine.num_steps)
-        for update in updates:
-            self._queue_update(update)
+        with on_host(engine.transport.recorder, "queue updates", "of all layers"):
+            for update in updates:
+                self._queue_update(update)
         if is_looked_at or any(home.is_lent for home in homes):
             self._wait()
         engine.end_step()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from megatrain.base.trace import Piece, chrome_trace
 from megatrain.base.units import format_number
 from megatrain.plan.cost import activation_bytes, working_bytes
 from megatrain.plan.placement import TIERS
@@ -155,23 +156,16 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def trace_events(simulation: Simulation) -> Mapping[str, Any]:
-    """The simulated lanes of all steps as a Chrome trace (chrome://tracing, Perfetto): the JSON object format."""
-    lanes = list(dict.fromkeys(task.lane for task in simulation.tasks))
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": lanes.index(lane), "args": {"name": lane}} for lane in lanes
-    ]
+def simulated_trace(plan: Plan) -> Mapping[str, Any]:
+    """The lanes of all steps that were simulated, as a Chrome trace with what was predicted under `otherData`."""
+    simulation = plan.simulation
     pieces = [
-        {
-            "name": f"{task.what} {task.name}",
-            "cat": task.what,
-            "ph": "X",
-            "pid": 0,
-            "tid": lanes.index(task.lane),
-            "ts": span.start * 1e6,
-            "dur": task.seconds * 1e6,
-        }
+        Piece(lane=task.lane, what=task.what, name=task.name, start=span.start, end=span.end, after=task.after)
         for task, span in zip(simulation.tasks, simulation.spans, strict=True)
-        if task.seconds
     ]
-    return {"traceEvents": [*names, *pieces], "displayTimeUnit": "ms"}
+    stalls = [
+        Piece(lane=COMPUTE, what="stall", name=stall.cause, start=stall.start, end=stall.end, after=(stall.behind,))
+        for stall in simulation.stalls()
+    ]
+    facts = {"machine": plan.machine.name, "step_seconds": plan.step_seconds, "is_predicted": True}
+    return chrome_trace([*pieces, *stalls], facts)

@@ -8,7 +8,7 @@ let work that is ready pass work that waits, which is not simulated: with it tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,17 @@ class Span(NamedTuple):
     end: float
 
 
+class Stall(NamedTuple):
+    """The compute lane waits."""
+
+    start: float
+    end: float
+    cause: str
+    """Kind of the work that is to blame."""
+    behind: int
+    """Index of the task that it waits for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """Some steps, of which the last is as all that follow."""
@@ -64,16 +75,22 @@ class Simulation:
     def stall_seconds(self) -> dict[str, float]:
         """What the compute lane waited for in the last step -> seconds."""
         stalls: dict[str, float] = defaultdict(float)
+        for stall in self.stalls():
+            seconds = min(stall.end, self.step_end) - max(stall.start, self.step_start)
+            if seconds > 1e-9:
+                stalls[stall.cause] += seconds
+        return dict(stalls)
+
+    def stalls(self) -> Iterator[Stall]:
+        """Of the compute lane, in all steps."""
         free = 0.0
         for task, span in zip(self.tasks, self.spans, strict=True):
             if task.lane != COMPUTE:
                 continue
-            seconds = min(span.start, self.step_end) - max(free, self.step_start)
-            if seconds > 1e-9:
+            if span.start - free > 1e-9:
                 last = max(task.after, key=lambda index: self.spans[index].end)
-                stalls[self._cause(last)] += seconds
+                yield Stall(free, span.start, self._cause(last), last)
             free = span.end
-        return dict(stalls)
 
     def _cause(self, index: int) -> str:
         """A transfer that itself waited for an update, or for the disk, is not to blame."""

@@ -30,6 +30,7 @@ from megatrain.store.memory import HostMemory
 from megatrain.store.tier import PAGE_BYTES, round_up
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
+from megatrain.transport.recorder import Recorder
 from megatrain.transport.ring import Loan, SlabRing
 
 
@@ -114,6 +115,7 @@ class DiskWindow:
     def __init__(self, disk: DiskMemory, memory: HostMemory, *, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.predictor: Predictor[Key] = Predictor()
+        self.recorder: Recorder | None = None
         self.wait_seconds = 0.0
         """For which whoever opened a piece waited for the disk."""
         self._disk = disk
@@ -122,6 +124,8 @@ class DiskWindow:
         self._open: _Slot | None = None
         self._owner: Home | None = None
         self._ranges: dict[Key, list[_Range]] = {}
+        self._names: dict[Key, str] = {}
+        """Of the home of each."""
 
     def open(self, home: Home, tensors: Sequence[torch.Tensor], fresh: torch.Tensor) -> list[torch.Tensor]:
         """The tensors, those on disk as views of a slot with what is there. They end with `close` or `abandon`.
@@ -141,7 +145,7 @@ class DiskWindow:
         last = {number: of for number, of in ranges.items() if tensors[number] is fresh}
         first = {number: of for number, of in ranges.items() if number not in last}
         key = tuple((tensors[number].data_ptr(), tensors[number].nbytes) for number in first)
-        self._ranges[key] = list(first.values())
+        self._ranges[key], self._names[key] = list(first.values()), home.name
         self.predictor.observe(key)
         was_ahead = key in self._ahead
         try:
@@ -161,7 +165,7 @@ class DiskWindow:
         slot = self._open = self._take(key, first)
         self._owner, slot.is_open = home, True
         try:
-            self._read(slot, last)
+            self._read(slot, last, home.name)
             self._read_ahead()
             started = time.perf_counter()
             slot.arrive()
@@ -183,6 +187,8 @@ class DiskWindow:
             for of, memory in zip(slot.ranges[: slot.num_written], slot.parts(), strict=False):
                 write = of.extent.write(of.start, memory)
                 slot.writes.append((write, home))
+                if self.recorder is not None:
+                    self.recorder.watch("disk", ("write states", home.name), memory.nbytes, write)
                 judge = functools.partial(_judge, weakref.ref(home), write)
                 self._disk.wait_for(write, judge)
                 write.when_recorded(judge)
@@ -230,7 +236,7 @@ class DiskWindow:
         for other in self._slots:
             if other is not slot and not other.is_ahead and other.overlaps(ranges):
                 other.wait()
-        self._read(slot, ranges)
+        self._read(slot, ranges, self._names[key])
         slot.num_written = len(ranges)
         return slot
 
@@ -247,7 +253,7 @@ class DiskWindow:
             ):
                 return
             self._empty(slot)
-            self._read(slot, ranges)
+            self._read(slot, ranges, self._names[key])
             slot.num_written, slot.is_ahead = len(ranges), True
             self._ahead[key] = slot
 
@@ -266,12 +272,15 @@ class DiskWindow:
         slot.wait()
         slot.ranges, slot.num_exposures = [], self._disk.num_exposures
 
-    def _read(self, slot: _Slot, ranges: list[_Range]) -> None:
-        """Also read these into the slot."""
+    def _read(self, slot: _Slot, ranges: list[_Range], name: str) -> None:
+        """Also read these into the slot. name: of their home."""
         num_before = len(slot.ranges)
         slot.ranges = [*slot.ranges, *ranges]
         for of, memory in zip(ranges, slot.parts()[num_before:], strict=True):
-            slot.reads.append(of.extent.read(of.start, memory))
+            read = of.extent.read(of.start, memory)
+            slot.reads.append(read)
+            if self.recorder is not None:
+                self.recorder.watch("disk", ("read states", name), memory.nbytes, read)
 
 
 class WeightReader:
@@ -300,7 +309,9 @@ class WeightReader:
         num_bytes = round_up(home.wire.numel(), PAGE_BYTES)
         loan = self.slots.lend(home)
         arrived = self.lane.submit(
-            lambda: extent.read(offset, self.slots.take(loan, None)[:num_bytes]), after=(home.updated, loan.turn)
+            lambda: extent.read(offset, self.slots.take(loan, None)[:num_bytes]),
+            after=(home.updated, loan.turn),
+            label=("read weights", home.name),
         )
         return loan, arrived
 

@@ -30,6 +30,7 @@ import torch
 
 from megatrain.base.errors import UpdateError
 from megatrain.base.fence import Fence, bare
+from megatrain.transport.recorder import Label, Record, Recorder
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
@@ -51,6 +52,8 @@ class _Piece(NamedTuple):
     work: Callable[[], object]
     is_last: bool
     """Of those submitted so far."""
+    label: Label | None
+    """For a recorder; what has none is not recorded."""
 
     def is_ready(self, is_alone: bool) -> bool:
         """is_alone: nothing that came before is left."""
@@ -73,6 +76,8 @@ class Lane:
         self.name = name
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.busy_seconds = 0.0
+        self.recorder: Recorder | None = None
+        """Is told of what has a label."""
         self._delay_seconds = delay_seconds
         self._random = random.Random(name)
         self._inbox: _Inbox = queue.SimpleQueue()
@@ -86,29 +91,42 @@ class Lane:
         _lanes.add(self)
         weakref.finalize(self, self._inbox.put, False).atexit = False
 
-    def submit(self, work: Callable[[], object], *, after: Sequence[Fence] = (), fence: Fence | None = None) -> Fence:
+    def submit(
+        self,
+        work: Callable[[], object],
+        *,
+        after: Sequence[Fence] = (),
+        fence: Fence | None = None,
+        label: Label | None = None,
+    ) -> Fence:
         """Queue `work` to run once all fences in `after` are passed; returns its own fence, which may be given.
 
         Where it returns a fence (on the CPU), others go on with it: it is over when that is recorded, and the lane is
         free at once.
         """
-        return self._put(after, work, is_last=False, fence=fence)
+        return self._put(after, work, is_last=False, fence=fence, label=label)
 
-    def submit_last(self, work: Callable[[], object]) -> Fence:
+    def submit_last(self, work: Callable[[], object], label: Label | None = None) -> Fence:
         """Queue `work` to run once all that was submitted before is over; what comes later does not wait for it."""
-        return self._put((), work, is_last=True)
+        return self._put((), work, is_last=True, label=label)
 
     def flush(self) -> None:
         """Wait until all that was submitted before is over; raise what failed."""
         self.submit_last(_do_nothing).wait()
 
     def _put(
-        self, after: Sequence[Fence], work: Callable[[], object], *, is_last: bool, fence: Fence | None = None
+        self,
+        after: Sequence[Fence],
+        work: Callable[[], object],
+        *,
+        is_last: bool,
+        fence: Fence | None = None,
+        label: Label | None = None,
     ) -> Fence:
         if self._error is not None:
             raise bare(self._error)
         fence = fence or Fence()
-        self._inbox.put(_Piece(fence, after, work, is_last))
+        self._inbox.put(_Piece(fence, after, work, is_last, label))
         return fence
 
     def close(self) -> None:
@@ -138,17 +156,28 @@ class Lane:
                 other.order(self.stream)
             if self._delay_seconds:
                 time.sleep(self._random.random() * self._delay_seconds)
+            recorder, record = self._begin_record(piece)
             started = time.perf_counter()
             outcome = self._run_on_stream(piece.work)
             self.busy_seconds += time.perf_counter() - started
+            if recorder is not None and record is not None and not isinstance(outcome, Fence):
+                recorder.end(record, self.stream, piece.fence)
         except BaseException as error:  # noqa: BLE001 - whatever it was, the waiting lane has to see it
             self._fail(piece, error)
         else:
             if isinstance(outcome, Fence):
                 self._under_way.append(piece.fence)
+                if recorder is not None and record is not None:
+                    recorder.watch_end(record, outcome, piece.fence)
                 outcome.when_recorded(functools.partial(self._end, piece, outcome))
             else:
                 piece.fence.record(outcome)
+
+    def _begin_record(self, piece: _Piece) -> tuple[Recorder | None, Record | None]:
+        recorder = self.recorder
+        if recorder is None or piece.label is None:
+            return None, None
+        return recorder, recorder.begin(self.name, piece.label, self.stream, piece.after)
 
     def _end(self, piece: _Piece, outcome: Fence) -> None:
         """On the thread that went on with the piece."""

@@ -6,7 +6,7 @@ It is the truth that the stream is tested against: results must be bit-equal.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -17,6 +17,7 @@ from megatrain.store.home import Home, behind
 from megatrain.transport.counters import Counters
 from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.hops import Hops, copy_
+from megatrain.transport.recorder import Recorder
 
 
 class SerialStream:
@@ -30,6 +31,23 @@ class SerialStream:
         self.device = device
         self.hops = Hops()
         self.counters = Counters()
+        self.recorder: Recorder | None = None
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell it what is done from now on; None: nobody is told."""
+        self.recorder = recorder
+
+    @contextlib.contextmanager
+    def _recorded(self, lane: str, what: str, name: str) -> Iterator[None]:
+        """Around what a lane of this name would do."""
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        record = recorder.begin(lane, (what, name), stream)
+        yield
+        recorder.end(record, stream)
 
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) on the device."""
@@ -40,7 +58,8 @@ class SerialStream:
             return home.wire
         self.counters.transfer(home.wire.numel())
         weights = torch.empty(home.wire.numel(), dtype=torch.uint8, device=self.device)
-        return weights.copy_(home.wire)
+        with self._recorded("h2d", "fetch", home.name):
+            return weights.copy_(home.wire)
 
     def release(self, home: Home) -> None:
         del home
@@ -51,21 +70,22 @@ class SerialStream:
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Bring a pass's gradients home."""
         home.updated.wait()
-        receive = land(home, packet, copy_)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with self._recorded("d2h", "drain", home.name):
+            receive = land(home, packet, copy_)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
         receive()
         self.counters.drain(packet.num_bytes)
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor, name: str) -> Fence:
-        del name
-        host.copy_(tensor)
+        with self._recorded("d2h", "send input", name):
+            host.copy_(tensor)
         return Fence.done()
 
     def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence, name: str) -> Fence:
-        del name
         sent.wait()
-        tensor.copy_(host)
+        with self._recorded("h2d", "bring input", name):
+            tensor.copy_(host)
         return Fence.done()
 
     def update(self, home: Home, work: Callable[[], None], fence: Fence | None = None) -> None:
@@ -76,7 +96,8 @@ class SerialStream:
             other.wait()
         before, fence = home.updated, fence or Fence()
         try:
-            work()
+            with self._recorded("update" if home.place.update == "device" else "cpu", "update", home.name):
+                work()
         except UpdateError as error:
             fence.fail(error)
         except BaseException:
@@ -89,6 +110,8 @@ class SerialStream:
 
     def rest(self) -> None:
         """Nothing is read ahead."""
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def flush(self) -> None:
         """Everything is always over."""
@@ -104,7 +127,7 @@ class SerialStream:
     def prepare_move(self, home: Home, place: Place) -> None:
         """A home needs nothing here."""
 
-    def waiting(self, cause: str) -> contextlib.AbstractContextManager:
+    def waiting(self, cause: str, behind: Fence | None = None) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
     def stall_seconds(self) -> dict[str, float]:

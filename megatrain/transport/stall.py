@@ -6,11 +6,23 @@ import time
 
 import torch
 
+from megatrain.base.fence import Fence
+from megatrain.transport.recorder import Moment, Recorder
+
 
 class StallClock:
-    """A context around each wait. `seconds()` gives the sum so far; on CUDA waits still ahead are not in it."""
+    """A context around each wait. `seconds()` gives the sum so far; on CUDA waits still ahead are not in it.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        cause: of the waits: "weights" or "drain".
+    """
+
+    def __init__(self, device: torch.device, cause: str) -> None:
+        self.cause = cause
+        self.recorder: Recorder | None = None
+        """Is told of each wait."""
+        self.behind: Fence | None = None
+        """What the next wait waits for, if that is one fence."""
         self._device = device
         self._total_seconds = 0.0
         self._started = 0.0
@@ -18,16 +30,20 @@ class StallClock:
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> None:
+        self._started = time.perf_counter()
         if self._device.type == "cuda":
             self._before = self._event()
-        else:
-            self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        behind, self.behind = self.behind, None
+        ended, after = time.perf_counter(), None
         if self._before is None:
-            self._total_seconds += time.perf_counter() - self._started
-            return
-        self._pending.append((self._before, self._event()))
+            self._total_seconds += ended - self._started
+        else:
+            after = self._event()
+            self._pending.append((self._before, after))
+        if self.recorder is not None:
+            self.recorder.stall(self.cause, Moment(self._started, self._before), Moment(ended, after), behind)
         if len(self._pending) > 256:
             self._collect()
 

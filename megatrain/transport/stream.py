@@ -20,6 +20,7 @@ of what touched it before. What it gives up: the compute lane is one stream.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -36,6 +37,7 @@ from megatrain.transport.drain import GradientPacket, land
 from megatrain.transport.hops import Hops, copy_, working_on
 from megatrain.transport.lane import Lane
 from megatrain.transport.predictor import Predictor
+from megatrain.transport.recorder import Recorder, on_host
 from megatrain.transport.ring import Loan, SlabRing
 from megatrain.transport.slots import Slot, SlotPool, State
 from megatrain.transport.stall import StallClock
@@ -68,6 +70,7 @@ class LaneStream:
         self.device = device
         self.hops = Hops(verifies=verifies)
         self.window = window
+        self.recorder: Recorder | None = None
         self.counters = Counters()
         self.predictor: Predictor[Home] = Predictor()
         self.slots = SlotPool(
@@ -95,7 +98,7 @@ class LaneStream:
         self._in_use: dict[Home, tuple[Slot, int]] = {}
         self._drains: deque[tuple[Fence, GradientPacket]] = deque()
         self._may_be_draining = False
-        self._stall = {name: StallClock(device) for name in ("weights", "drain")}
+        self._stall = {name: StallClock(device, name) for name in ("weights", "drain")}
         self._clock = 0
 
     @property
@@ -108,15 +111,27 @@ class LaneStream:
 
     def _add_device_update(self) -> None:
         self._device_update = Lane("update", self.device, delay_seconds=self._delay_seconds)
+        self._device_update.recorder = self.recorder
         self._update_lanes.append(self._device_update)
         self._lanes.append(self._device_update)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell it what the lanes do from now on; None: nobody is told."""
+        self.recorder = recorder
+        for part in (*self._lanes, *self._stall.values(), *([] if self.window is None else [self.window])):
+            part.recorder = recorder
+
+    def _computed(self) -> Fence:
+        """Behind the caller's work so far."""
+        fence = Fence.on_current_stream(self.device)
+        return fence if self.recorder is None else self.recorder.behind_compute(fence)
 
     def acquire(self, home: Home) -> torch.Tensor:
         """The home's wire section (flat uint8) in a slot; the caller's stream is ordered behind the copy."""
         home.check_sound()
         self.counters.visit(home)
         if home.place.is_resident:
-            with self.waiting("weights"):
+            with self.waiting("weights", home.updated):
                 home.updated.order(self._compute_stream())
             return home.wire
         self._clock += 1
@@ -133,7 +148,7 @@ class LaneStream:
                     f"no slot for {home.name}: as many layers are in use as there are slots. Call no more of the model "
                     "inside a layer, and in accumulate checkpoint no more than the head"
                 )
-        with self.waiting("weights"):
+        with self.waiting("weights", slot.filled):
             slot.filled.order(self._compute_stream())
         slot.ready()
         self._in_use[home] = (slot, 1)
@@ -152,7 +167,7 @@ class LaneStream:
             return
         if self._poison:
             slot.buffer.fill_(0xFF)
-        slot.release(Fence.on_current_stream(self.device))
+        slot.release(self._computed())
         if self._poison:
             slot.free()
         # Last: whatever an interrupt leaves undone can be seen from `is_idle`.
@@ -179,17 +194,18 @@ class LaneStream:
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Send a pass's gradients home. Waits (for room, not for the copy) when too many are on their way."""
         self._drains = deque(drain for drain in self._drains if not drain[0].is_recorded)
-        with self.waiting("drain"):
+        with self.waiting("drain", self._drains[0][0] if self._drains else None):
             while len(self._drains) >= self._max_drains:
                 fence, _ = self._drains.popleft()
                 fence.order(self._compute_stream())
-        after = [Fence.on_current_stream(self.device), home.updated, home.grads.arrived]
+        after = [self._computed(), home.updated, home.grads.arrived]
         self._may_be_draining = True
         ring = self._rings.get(home.grads.device.type)
         loan = None if ring is None else ring.lend(home)
         if loan is not None:
             after.append(loan.turn)
-        fence = self._d2h.submit(lambda: self._land(home, packet, ring, loan), after=after)
+        land_ = functools.partial(self._land, home, packet, ring, loan)
+        fence = self._d2h.submit(land_, after=after, label=("drain", home.name))
         home.grads.arrived = fence
         self._drains.append((fence, packet))
         self.counters.drain(packet.num_bytes)
@@ -203,12 +219,12 @@ class LaneStream:
                 # The copy goes on after this work is done with the tensor: its memory must not be given away yet.
                 tensor.record_stream(self._d2h.stream)
 
-        return self._d2h.submit(copy, after=(Fence.on_current_stream(self.device),))
+        return self._d2h.submit(copy, after=(self._computed(),), label=("send input", name))
 
     def bring(self, host: torch.Tensor, tensor: torch.Tensor, sent: Fence, name: str) -> Fence:
         """Copy an activation back into `tensor`, whose memory the caller's stream may still be reading for others."""
-        computed = Fence.on_current_stream(self.device)
-        return self._h2d.submit(lambda: self.hops.bring(host, tensor, name), after=(computed, sent))
+        bring = functools.partial(self.hops.bring, host, tensor, name)
+        return self._h2d.submit(bring, after=(self._computed(), sent), label=("bring input", name))
 
     def update(self, home: Home, work: Callable[[], None], fence: Fence | None = None) -> None:
         """Queue an update of `home`, where it is updated, behind its gradients and its last update. From now on
@@ -224,7 +240,7 @@ class LaneStream:
         lane, fence = self._cpu, fence or Fence()
         if home.place.update == "device":
             lane = self._device_update
-            after.append(Fence.on_current_stream(self.device))
+            after.append(self._computed())
         elif DISK_TIER in home.place.tiers.values() and self._disk_update is not None:
             lane = self._disk_update
         assert lane is not None
@@ -238,7 +254,7 @@ class LaneStream:
         try:
             # A reader that comes between sees the old fence or the new one, never a home without either.
             home.updated = home.grads.used = fence
-            lane.submit(update, after=after, fence=fence)
+            lane.submit(update, after=after, fence=fence, label=("update", home.name))
         except BaseException:
             # An interrupt does not tell whether it is queued. When the lane has nothing left, it is done or never was.
             with contextlib.suppress(Exception):
@@ -254,13 +270,16 @@ class LaneStream:
         """All updates of a step are queued: behind them, their writes are waited for and the next states read ahead."""
         if self.window is not None and self._disk_update is not None:
             self.window.end_step()
-            self._disk_update.submit_last(self.window.rest)
+            self._disk_update.submit_last(self.window.rest, label=("wait for writes", "of this step"))
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def flush(self) -> None:
         """Wait until every drain has landed; raise what went wrong in one."""
         # An interrupt may have kept a drain's fence from being noted: the lane itself knows when all is over.
         if self._may_be_draining:
-            self._d2h.flush()
+            with on_host(self.recorder, "wait", "for gradients on their way"):
+                self._d2h.flush()
             self._drains.clear()
             self._may_be_draining = False
 
@@ -298,9 +317,11 @@ class LaneStream:
             self._rings[tier.device.type] = SlabRing(slabs)
         self.predictor.forget()
 
-    def waiting(self, cause: str) -> StallClock:
-        """A context around a wait of the compute lane: "weights" or "drain"."""
-        return self._stall[cause]
+    def waiting(self, cause: str, behind: Fence | None = None) -> StallClock:
+        """A context around a wait of the compute lane: "weights" or "drain", behind a fence if that is known."""
+        clock = self._stall[cause]
+        clock.behind = behind
+        return clock
 
     def stall_seconds(self) -> dict[str, float]:
         """Seconds for which the compute lane waited, by cause."""
@@ -351,10 +372,10 @@ class LaneStream:
         if home.place.weights == DISK_TIER:
             assert self._reader is not None
             loan, arrived = self._reader.read(home)
-            filled = self._h2d.submit(lambda: copy_from(loan), after=(slot.used, arrived))
+            filled = self._h2d.submit(lambda: copy_from(loan), after=(slot.used, arrived), label=("fetch", home.name))
             self._reader.slots.take_back(home, filled)
         else:
-            filled = self._h2d.submit(copy, after=(slot.used, home.updated))
+            filled = self._h2d.submit(copy, after=(slot.used, home.updated), label=("fetch", home.name))
         slot.fill(home, filled)
         self.counters.transfer(home.wire.numel())
         return slot
