@@ -191,6 +191,7 @@ def run_stats(engine: Engine) -> dict[str, Any]:
         "drained_bytes": counters.drained_bytes,
         "num_fetches": counters.num_fetches,
         **engine.transport.hops.counts.stats(),
+        **engine.transport.hops.link.stats(),
         "offloaded_activation_bytes": engine.activations.offloaded_bytes,
         "stall_seconds": transport.stall_seconds(),
         "busy_seconds": transport.busy_seconds(),

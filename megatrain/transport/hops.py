@@ -37,6 +37,30 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+class LinkCount:
+    """Bytes that crossed the link between host and device, by direction. Any lane may count.
+
+    Where the device is the CPU there is no link, and both stay 0.
+    """
+
+    def __init__(self) -> None:
+        self.to_device_bytes = self.to_host_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy that is made."""
+        if target.device.type == source.device.type:
+            return
+        with self._lock:
+            if target.device.type == "cpu":
+                self.to_host_bytes += target.nbytes
+            else:
+                self.to_device_bytes += target.nbytes
+
+    def stats(self) -> dict[str, int]:
+        return {"link_to_device_bytes": self.to_device_bytes, "link_to_host_bytes": self.to_host_bytes}
+
+
 class _Signature(NamedTuple):
     """Of a home's weights in host memory."""
 
@@ -52,6 +76,7 @@ class Hops:
     def __init__(self, *, verifies: bool = False) -> None:
         self.verifies = verifies
         self.counts = FaultCounts()
+        self.link = LinkCount()
         self._signatures: dict[Home, _Signature] = {}
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Tensor in host memory -> sums of what was sent there."""
@@ -68,11 +93,13 @@ class Hops:
             else:
                 copy_(target, source)
 
+        self.link.add(target, source)
         retried(copy, what, self.counts)
 
     def begin(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Begun:
         """As `move`, but checked when `end` is called; `source` stays as it is until then."""
         sent = checksum(source) if self.verifies else None
+        self.link.add(target, source)
         retried(lambda: copy_(target, source), what, self.counts)
         return Begun(target, source, what, sent)
 
@@ -118,6 +145,7 @@ class Hops:
             if not is_equal:
                 raise ChangedInTransitError(what)
 
+        self.link.add(target, home.wire)
         retried(copy_and_check if self.verifies else lambda: copy_(target, home.wire), what, self.counts)
 
     def fetch(self, home: Home, source: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -151,6 +179,7 @@ class Hops:
                 raise ChangedInTransitError(what)
             self._inputs[host] = sums
 
+        self.link.add(host, tensor)
         retried(copy_and_check if self.verifies else lambda: copy_(host, tensor), what, self.counts)
 
     def bring(self, host: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
@@ -171,6 +200,7 @@ class Hops:
                     "checkpoint, on other hardware if it happens again"
                 ) from None
 
+        self.link.add(tensor, host)
         retried(copy_and_check, what, self.counts)
 
     def _copy_and_check(self, target: torch.Tensor, source: torch.Tensor, what: str) -> None:

@@ -31,6 +31,7 @@ import torch
 from megatrain.base.errors import UpdateError
 from megatrain.base.fence import Fence, bare
 from megatrain.transport.recorder import Label, Record, Recorder
+from megatrain.transport.stall import StallClock
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
@@ -75,9 +76,9 @@ class Lane:
     def __init__(self, name: str, device: torch.device, *, delay_seconds: float = 0.0) -> None:
         self.name = name
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.busy_seconds = 0.0
         self.recorder: Recorder | None = None
         """Is told of what has a label."""
+        self._busy = StallClock(device, name)
         self._delay_seconds = delay_seconds
         self._random = random.Random(name)
         self._inbox: _Inbox = queue.SimpleQueue()
@@ -138,6 +139,12 @@ class Lane:
         self._error = self._error or RuntimeError(f"the {self.name} lane is closed: its model cannot be used any more")
 
     @property
+    def busy_seconds(self) -> float:
+        """In which it worked so far: its thread, or where it has a CUDA stream, that (work still ahead of the device
+        is not in it). Waits for fences are not work, nor what others go on with."""
+        return self._busy.seconds()
+
+    @property
     def has_failed(self) -> bool:
         return self._error is not None
 
@@ -157,9 +164,7 @@ class Lane:
             if self._delay_seconds:
                 time.sleep(self._random.random() * self._delay_seconds)
             recorder, record = self._begin_record(piece)
-            started = time.perf_counter()
             outcome = self._run_on_stream(piece.work)
-            self.busy_seconds += time.perf_counter() - started
             if recorder is not None and record is not None and not isinstance(outcome, Fence):
                 recorder.end(record, self.stream, piece.fence)
         except BaseException as error:  # noqa: BLE001 - whatever it was, the waiting lane has to see it
@@ -194,10 +199,12 @@ class Lane:
 
     def _run_on_stream(self, work: Callable[[], object]) -> Fence | torch.cuda.Event | None:
         if self.stream is None:
-            outcome = work()
+            with self._busy:
+                outcome = work()
             return outcome if isinstance(outcome, Fence) else None
         with torch.cuda.stream(self.stream):
-            work()
+            with self._busy:
+                work()
             event = torch.cuda.Event()
             event.record(self.stream)
         return event

@@ -1,7 +1,8 @@
-"""Measures how long the compute lane waits. On a GPU the wait happens on the device, so it is measured there."""
+"""Measures how long a lane waits, or works. On a GPU that happens on the device, so it is measured there."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
@@ -11,10 +12,11 @@ from megatrain.transport.recorder import Moment, Recorder
 
 
 class StallClock:
-    """A context around each wait. `seconds()` gives the sum so far; on CUDA waits still ahead are not in it.
+    """A context around each wait, or piece of work, in one thread. `seconds()`, in any thread, gives the sum so far; on
+    CUDA what is still ahead of the device is not in it.
 
     Args:
-        cause: of the waits: "weights" or "drain".
+        cause: of the waits, "weights" or "drain"; or the lane that works.
     """
 
     def __init__(self, device: torch.device, cause: str) -> None:
@@ -28,17 +30,20 @@ class StallClock:
         self._started = 0.0
         self._before: torch.cuda.Event | None = None
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()
         if self._device.type == "cuda":
             self._before = self._event()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         behind, self.behind = self.behind, None
         ended, after = time.perf_counter(), None
         if self._before is None:
             self._total_seconds += ended - self._started
+        elif kind is not None:
+            return  # a device that failed takes no event, and its own error is the one to be told
         else:
             after = self._event()
             self._pending.append((self._before, after))
@@ -57,6 +62,7 @@ class StallClock:
         return event
 
     def _collect(self) -> None:
-        while self._pending and self._pending[0][1].query():
-            before, after = self._pending.pop(0)
-            self._total_seconds += before.elapsed_time(after) / 1000
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                before, after = self._pending.pop(0)
+                self._total_seconds += before.elapsed_time(after) / 1000

@@ -335,7 +335,7 @@ class LaneStream:
         return stats
 
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds in which each lane's thread worked (on CUDA: issued copies)."""
+        """Seconds in which each lane worked, on CUDA on the device (`Lane.busy_seconds`)."""
         return {lane.name: lane.busy_seconds for lane in self._lanes}
 
     def close(self) -> None:
