@@ -1,6 +1,6 @@
 """What checkpoints cost a run: the same steps, without them, with training waiting for them, and beside it.
 
-    python benchmarks/saving.py --model 1.5B --batch 32 --micro-batch 8 --folder runs/saving
+    python benchmarks/saving.py --model qwen2.5-1.5b --batch 32 --micro-batch 8 --folder runs/saving
 
 Prints what each checkpoint says of itself (bytes, seconds, pause predicted and measured) and, for each way, the wall
 time from the end of the first step to that of the last, and what a checkpoint adds to it. The one behind the last step
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step import SHAPES, build
 from transformers import TrainerCallback, TrainingArguments
 
 import megatrain as mt
-from megatrain.base.config import StreamOptions
+from megatrain.bench.work import empty_model, random_values
+from megatrain.planning import outline_model
 
 WAYS = ("none", "waiting", "beside")
 
@@ -39,7 +39,7 @@ class Clock(TrainerCallback):
 def run(args: argparse.Namespace, model: torch.nn.Module, way: str) -> float:
     """Seconds of all steps but the first."""
     folder = args.folder / way
-    ids = torch.randint(0, SHAPES[args.model][-1] - 64, (args.batch * args.steps, args.seq))
+    ids = torch.randint(0, model.config.vocab_size, (args.batch * args.steps, args.seq))
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=not torch.cuda.is_available(),
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, model: torch.nn.Module, way: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    parser.add_argument("--model", default="qwen2.5-tiny", help="as `megatrain plan` takes it")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--seq", type=int, default=1024)
@@ -79,7 +79,8 @@ def main() -> None:
     for way in args.ways:
         moments = False if args.moments == "fp32" else args.moments
         mt.init(optimizer_compression=moments, save_in_background=way == "beside", replan=False)
-        model = build(args.model, args.seq, StreamOptions(), None)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = mt.stream(empty_model(outline_model(args.model).config), initialize=random_values(device))
         seconds[way] = run(args, model, way)
         print(f"{way}: {seconds[way]:.1f} s for {args.steps - 1} steps", flush=True)
         del model

@@ -1,7 +1,7 @@
 """The command `megatrain`: a table from verb to plain function.
 
-Exit codes: 0 done; 1 a bug or a failure while running (with its traceback), or damage that `verify` found; 2 a mistake
-of the user's, named in one line; 130 interrupted.
+Exit codes: 0 done; 1 a bug or a failure while running (with its traceback), damage that `verify` found, or a `bench`
+that could not measure; 2 a mistake of the user's, named in one line; 130 interrupted.
 
 Rule: nothing heavy is imported before the verb is known, so that help appears at once.
 """
@@ -18,6 +18,7 @@ import typer
 from megatrain.base.errors import InterruptedRunError, UserError
 
 DAMAGED = 1
+NOT_MEASURED = 1
 INTERRUPTED = 130
 PURPOSE = "Train language models bigger than the GPU, all parameters, on one GPU."
 
@@ -111,6 +112,66 @@ def plan(
     run(model, options)
 
 
+def bench(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
+    ],
+    tokens: Annotated[
+        str, typer.Option(help="Of a step: sequences x length, or their product (see --seq).", metavar="BxT")
+    ] = "64x1024",
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; left out: 1024 at most.")] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(help="Micro-batches of a step, in every row; left out: as the plan takes.", metavar="N"),
+    ] = None,
+    vs: Annotated[
+        str, typer.Option(help="Peers to measure beside it: zero3, hbm, or zero3,hbm.", metavar="PEERS")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Measured steps, 5 at least, behind the warm-up.")] = 5,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; left out: a GPU if there is one.")] = None,
+    vram_gb: Annotated[float | None, typer.Option(help="Device memory to use at most, in every row.")] = None,
+    ram_gb: Annotated[float | None, typer.Option(help="Host memory to use at most.")] = None,
+    offload_dir: Annotated[
+        list[Path] | None,
+        typer.Option(help="For what does not fit in host memory; may be given several times.", metavar="DIR"),
+    ] = None,
+    compression: Annotated[str | None, typer.Option(help="Moments: lossless, bf16, 8bit, 4bit; else fp32.")] = None,
+    master: Annotated[str | None, typer.Option(help="Master weights: split (exact, the default) or bf16.")] = None,
+    clip: Annotated[str, typer.Option(help="global or layer.")] = "global",
+    hbm_home_gb: Annotated[
+        float | None, typer.Option(help="Device memory for layers that live there, without a plan.")
+    ] = None,
+    places: Annotated[
+        str | None, typer.Option(help="Where all homes live: cpu, stream, hbm or disk; nothing is planned then.")
+    ] = None,
+    moments_on_disk: Annotated[
+        int, typer.Option(help="Moments of so many blocks, the last ones, on disk; nothing is planned then.")
+    ] = 0,
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks compiled with torch.compile.")] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="Let the run change homes and slots in a longer warm-up.")
+    ] = False,
+    verify_transfers: Annotated[
+        bool, typer.Option("--verify-transfers", help="Check sums of all that is copied.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(help="Of the CPU update; left out: as many as are of use.")] = None,
+    unplanned: Annotated[
+        bool, typer.Option("--unplanned", help="Homes as a run without a workload has them, on a GPU too.")
+    ] = False,
+    limit_minutes: Annotated[
+        float, typer.Option(help="A row that gives no sign for so long is ended, and says so.")
+    ] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure whole training steps here, of a shape with random weights; and those of peers beside it."""
+    settings = locals()  # the options by name, and nothing else yet
+    from megatrain.commands.bench import BenchOptions
+    from megatrain.commands.bench import bench as run
+
+    if not run(settings.pop("model"), BenchOptions(**settings)):
+        raise typer.Exit(NOT_MEASURED)
+
+
 def verify(
     folder: Annotated[
         Path, typer.Argument(help="A checkpoint, a model, or the output folder of a run.", metavar="DIR")
@@ -154,6 +215,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "train": train,
     "resume": resume,
     "plan": plan,
+    "bench": bench,
     "doctor": doctor,
     "verify": verify,
     "export": export,

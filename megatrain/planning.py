@@ -31,6 +31,11 @@ class OutlinedModel:
         self.name = name
         self._model = model
 
+    @property
+    def config(self) -> Any:
+        """Of transformers."""
+        return self._model.config
+
     def spec(self, formats: Formats) -> ModelSpec:
         try:
             return model_spec(self._model, formats, self.name)

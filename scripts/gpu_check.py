@@ -4,7 +4,7 @@
     python scripts/gpu_check.py flat
     python scripts/gpu_check.py figures --only 3B
 
-Prints one line a check and exits with 1 if one failed. Figures are JSON lines of benchmarks/step.py.
+Prints one line a check and exits with 1 if one failed. Figures are JSON objects of `megatrain bench`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,30 +33,28 @@ from megatrain.execute.engine import engine_of
 from megatrain.plan.placement import CPU, HBM, STREAM, Place
 
 OFFLOAD_DIR = "runs/offload"
+OFFLOAD = ["--offload-dir", OFFLOAD_DIR]
 FIGURES = {
-    "3B": ["--model", "3B", "--batch", "32", "--micro-batch", "8"],
-    "3B-compiled": ["--model", "3B", "--batch", "32", "--micro-batch", "8", "--compile"],
-    "3B-32x1": ["--model", "3B", "--batch", "32", "--micro-batch", "1"],
-    "7B": ["--model", "7B", "--batch", "64", "--micro-batch", "16"],
-    "7B-ram": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0"],
-    "7B-8x1024-ram": ["--model", "7B", "--batch", "8", "--micro-batch", "8", "--hbm-home-gb", "0", "--steps", "6"],
-    "7B-8x1024-hbm": ["--model", "7B", "--batch", "8", "--micro-batch", "8", "--hbm-home-gb", "108", "--steps", "6"],
-    "7B-4bit": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--moments", "4bit"],
-    "7B-compiled": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--compile"],
-    "7B-24GB": ["--model", "7B", "--batch", "64", "--micro-batch", "2", "--max-vram-gb", "24"],
-    "7B-planned": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--planned"],
-    "14B": ["--model", "14B", "--batch", "64", "--micro-batch", "4", "--planned"],
-    "14B-24GB-8bit": ["--model", "14B", "--batch", "64", "--micro-batch", "2", "--max-vram-gb", "24",
-                      "--moments", "8bit", "--planned", "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
-    "32B-8bit-layer": ["--model", "32B", "--batch", "64", "--micro-batch", "4", "--moments", "8bit", "--clip", "layer",
-                       "--planned", "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
-    "32B-8bit": ["--model", "32B", "--batch", "64", "--micro-batch", "2", "--moments", "8bit", "--planned",
-                 "--offload-dir", OFFLOAD_DIR, "--steps", "3"],
-    "7B-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments-on-disk",
-                "4", "--offload-dir", OFFLOAD_DIR],
-    "7B-4bit-disk": ["--model", "7B", "--batch", "64", "--micro-batch", "16", "--hbm-home-gb", "0", "--moments",
-                     "4bit", "--moments-on-disk", "28", "--offload-dir", OFFLOAD_DIR],
+    "3B": ["qwen2.5-3b", "32x1024", "4", "--unplanned"],
+    "3B-compiled": ["qwen2.5-3b", "32x1024", "4", "--unplanned", "--compile"],
+    "3B-32x1": ["qwen2.5-3b", "32x1024", "32", "--unplanned"],
+    "7B": ["qwen2.5-7b", "64x1024", "4", "--unplanned"],
+    "7B-ram": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0"],
+    "7B-8x1024-ram": ["qwen2.5-7b", "8x1024", "1", "--unplanned", "--hbm-home-gb", "0"],
+    "7B-8x1024-hbm": ["qwen2.5-7b", "8x1024", "1", "--unplanned", "--hbm-home-gb", "108"],
+    "7B-4bit": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--compression", "4bit"],
+    "7B-compiled": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--compile"],
+    "7B-24GB": ["qwen2.5-7b", "64x1024", "32", "--unplanned", "--vram-gb", "24"],
+    "7B-planned": ["qwen2.5-7b", "64x1024", "4"],
+    "14B": ["qwen2.5-14b", "64x1024", "16"],
+    "14B-24GB-8bit": ["qwen2.5-14b", "64x1024", "32", "--vram-gb", "24", "--compression", "8bit", *OFFLOAD],
+    "32B-8bit-layer": ["qwen2.5-32b", "64x1024", "16", "--compression", "8bit", "--clip", "layer", *OFFLOAD],
+    "32B-8bit": ["qwen2.5-32b", "64x1024", "32", "--compression", "8bit", *OFFLOAD],
+    "7B-disk": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0", "--moments-on-disk", "4", *OFFLOAD],
+    "7B-4bit-disk": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0", "--compression", "4bit",
+                     "--moments-on-disk", "28", *OFFLOAD],
 }  # fmt: skip
+"""Name -> model, tokens and micro-batches of a step, and options of `megatrain bench`."""
 
 
 def batches(vocabulary: int, lengths: tuple[int, ...] = (70, 120, 96, 33)) -> list[dict[str, torch.Tensor]]:
@@ -336,32 +334,27 @@ def run_flat() -> bool:
     return passed
 
 
-def echoed(command: list[str]) -> Iterator[str]:
-    """Lines that `command` prints, printed here as they come."""
-    # The parent's import paths must hold in the child too.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as child:
-        for line in child.stdout:
-            print(line, end="", flush=True)
-            yield line
+FIGURE_KEYS = ("median_seconds", "step_seconds", "tflops_published", "tflops_counted", "peak_device_bytes",
+               "peak_host_bytes", "stall_seconds", "homes", "home_bytes_per_parameter", "predicted")  # fmt: skip
 
 
 def run_figures(names: list[str]) -> bool:
-    rows = []
+    found = []
     for name in names:
-        command = [sys.executable, "benchmarks/step.py", *FIGURES[name]]
-        print(f"== {name}: {' '.join(command[1:])}", flush=True)
+        model, tokens, accumulate, *options = FIGURES[name]
+        command = ["megatrain.cli", "bench", model, "--tokens", tokens, "--accumulate", accumulate, *options, "--json"]
+        print(f"== {name}: {' '.join(command)}", flush=True)
         started = time.perf_counter()
-        rows += [line for line in echoed(command) if line.startswith('{"args"')]
+        # The parent's import paths must hold in the child too.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        done = subprocess.run([sys.executable, "-m", *command], env=environment, text=True, stdout=subprocess.PIPE)
+        print(done.stdout, flush=True)
         print(f"== {name}: {time.perf_counter() - started:.0f} s in all", flush=True)
+        found += json.loads(done.stdout)["rows"] if done.stdout else []
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
-    for row in rows:
-        figures = json.loads(row)
-        print({key: figures[key] for key in ("median_seconds", "tflops_published", "tflops_counted", "peak_device_gib",
-                                            "host_rss_gib", "stall_seconds_per_step", "weights_stall_percent", "homes",
-                                            "home_bytes_per_parameter")})  # fmt: skip
-        print({key: value for key, value in figures.items() if key.startswith("predicted")})
-    return len(rows) == len(names)
+    for row in found:
+        print(row["problem"] or {key: row["figures"][key] for key in FIGURE_KEYS})
+    return len(found) == len(names) and not any(row["problem"] for row in found)
 
 
 def main() -> None:

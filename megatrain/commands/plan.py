@@ -57,7 +57,7 @@ def plan(model: str, options: PlanOptions) -> None:
     from megatrain.planning import outline_model
 
     console = make_console()
-    workload = _workload(options)
+    workload = read_workload(options.tokens, options.seq, options.rows)
     settings = _settings(options)
     trace = None if options.trace is None else writable(options.trace, "--trace")
     outlined = outline_model(model)  # a slip in its name is told before a machine is measured
@@ -90,22 +90,21 @@ def _imports_left_alone() -> Iterator[None]:
 # What is asked.
 
 
-def _workload(options: PlanOptions) -> Workload:
+def read_workload(tokens: str, seq: int | None, rows: int | None = None) -> Workload:
+    """What --tokens and --seq say. Raises UserError for what is neither BxT nor a number of tokens."""
     from megatrain.plan.workload import Workload
 
-    match = re.fullmatch(r"(\d+)(?:[x*](\d+))?", options.tokens.replace(",", "").replace("_", "").lower())
+    match = re.fullmatch(r"(\d+)(?:[x*](\d+))?", tokens.replace(",", "").replace("_", "").lower())
     if match is None:
-        raise UserError(f"--tokens {options.tokens} is neither SEQUENCESxLENGTH, as in 64x1024, nor a number of tokens")
+        raise UserError(f"--tokens {tokens} is neither SEQUENCESxLENGTH, as in 64x1024, nor a number of tokens")
     if match[2]:
-        if options.seq is not None and options.seq != int(match[2]):
-            raise UserError(
-                f"--tokens {options.tokens} and --seq {options.seq} say different lengths: give one of them"
-            )
-        return Workload(num_sequences=int(match[1]), length=int(match[2]), rows=options.rows)
-    length = options.seq or min(1024, int(match[1]))
+        if seq is not None and seq != int(match[2]):
+            raise UserError(f"--tokens {tokens} and --seq {seq} say different lengths: give one of them")
+        return Workload(num_sequences=int(match[1]), length=int(match[2]), rows=rows)
+    length = seq or min(1024, int(match[1]))
     if length < 1 or int(match[1]) % length:
-        raise UserError(f"--tokens {options.tokens} are not a whole number of sequences of {length}: give --seq")
-    return Workload(num_sequences=int(match[1]) // length, length=length, rows=options.rows)
+        raise UserError(f"--tokens {tokens} are not a whole number of sequences of {length}: give --seq")
+    return Workload(num_sequences=int(match[1]) // length, length=length, rows=rows)
 
 
 def _assumed(options: PlanOptions, workload: Workload) -> str:
@@ -116,24 +115,27 @@ def _assumed(options: PlanOptions, workload: Workload) -> str:
     return f"--tokens {options.tokens} does not say how long a sequence is: {step} is assumed; give BxT, or --seq"
 
 
-def _check_words(options: PlanOptions) -> None:
-    """Raises UserError with what can be typed on a command line: `mt.init` takes True and None too."""
+def check_words(options: Any) -> None:
+    """Raises UserError with what can be typed on a command line: `mt.init` takes True and None too.
+
+    options: of a command, with some of the attributes that are known here.
+    """
     masters = [master for of in MASTERS.values() for master in of]
     compressions = [name for name in COMPRESSIONS if isinstance(name, str)]
     known = {"precision": PRECISIONS, "master": masters, "compression": compressions, "clip": CLIPS}
     for name, words in known.items():
-        word = getattr(options, name)
+        word = getattr(options, name, None)
         if word is not None and word not in words and (name, word) != ("compression", "2bit"):
             raise UserError(f"--{name} {word} is not known: use one of {', '.join(dict.fromkeys(words))}")
     for name in ("vram_gb", "ram_gb"):
-        value = getattr(options, name)
+        value = getattr(options, name, None)
         if value is not None and not 0 < value <= MOST_GB:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} {value:g} must be a positive number of GB (1e9 bytes), at most {MOST_GB:,}")
 
 
 def _settings(options: PlanOptions) -> Config:
-    _check_words(options)
+    check_words(options)
     return Config(
         offload_dir="." if options.use_disk else None,
         max_vram_gb=options.vram_gb,

@@ -94,6 +94,8 @@ def _gpt_oss(layers: int, experts: int) -> dict:
 
 
 BUILTIN: dict[str, dict[str, Any]] = {
+    # No published model: small enough to see every path in seconds, on a CPU too.
+    "qwen2.5-tiny": _qwen2(256, 512, 4, 4, 2, 1024, False),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, True),
     "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, True),
     "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 151936, True),
