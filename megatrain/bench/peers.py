@@ -39,7 +39,10 @@ from megatrain.plan.flops import model_work
 from megatrain.spec.discover import find_layers
 
 FIRST_UPDATE = "making the first update"
-"""The phase in which moments are made: what does not fit then, or before, fits in no number of micro-batches."""
+"""The phase in which moments are made."""
+INITIALISING = "initialising DeepSpeed"
+BEFORE_STEPS = ("building", INITIALISING, FIRST_UPDATE)
+"""Phases without activations: what does not fit in one of them fits in no number of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +154,13 @@ def _plain_step(
             loss.backward()
             losses.append(loss.detach())
         if is_first:
-            is_first = False
             tell({"phase": FIRST_UPDATE})
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if is_first:
+            is_first = False
+            tell({"phase": timing.WARMING_UP})
         return float(sum(loss.item() for loss in losses))  # behind the update, on the same stream
 
     return step
@@ -177,7 +182,7 @@ def _zero3_step(
     _materialise(model, torch.device("cpu"), torch.bfloat16, made_on=device)
     if variant.is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    tell({"phase": "initialising DeepSpeed"})
+    tell({"phase": INITIALISING})
     config = {**ZERO3, "train_micro_batch_size_per_gpu": len(batches[0]["input_ids"]),
               "gradient_accumulation_steps": len(batches)}  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())

@@ -17,6 +17,8 @@ import torch
 
 from megatrain.bench.work import Tell
 
+WARMING_UP = "warming up"
+"""The phase."""
 LEAST_WARM_UP, MOST_WARM_UP = 2, 10
 SETTLED = 0.05
 """Two steps that differ by less have settled."""
@@ -51,7 +53,7 @@ def warm_up(step: Callable[[], float], device: torch.device, tell: Tell, least: 
 
     step: makes one and returns its loss when that is known.
     """
-    tell({"phase": "warming up"})
+    tell({"phase": WARMING_UP})
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

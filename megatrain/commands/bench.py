@@ -217,7 +217,7 @@ def _rows(work: Work, peers: list[str], options: BenchOptions, console: Console)
 
 def _peer_row(name: str, work: Work, number: int, run: Callable[[Variant, str], Outcome]) -> Row:
     """The first variant that fits, and what did not."""
-    from megatrain.bench.peers import FIRST_UPDATE, variants
+    from megatrain.bench.peers import BEFORE_STEPS, variants
     from megatrain.bench.worker import DEVICE_MEMORY
 
     tried: list[str] = []
@@ -226,8 +226,7 @@ def _peer_row(name: str, work: Work, number: int, run: Callable[[Variant, str], 
         words = variant.words(work)
         outcome = run(variant, f"{name}: {words}")
         row = Row(name=name, how=words, figures=outcome.figures, problem=outcome.problem, tried=tuple(tried))
-        is_too_large = outcome.kind == DEVICE_MEMORY and outcome.phase not in ("building", FIRST_UPDATE)
-        if not is_too_large:
+        if outcome.kind != DEVICE_MEMORY or outcome.phase in BEFORE_STEPS:
             break
         tried.append(f"{words}: {outcome.problem}")
     assert row is not None

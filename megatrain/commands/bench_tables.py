@@ -26,7 +26,7 @@ LANE_WORDS = {
     "disk read": "disk: reads",
     "disk write": "disk: writes",
 }
-WAIT_WORDS = {"weights": "for weights, or their update", "drain": "for room for gradients on the link"}
+WAIT_WORDS = {"weights": "for weights or their update", "drain": "for room for gradients"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,7 @@ def print_head(console: Console, head: dict[str, Any]) -> None:
 
 
 def print_bench(console: Console, rows: list[Row]) -> None:
+    console.print()
     _print_rows(console, rows)
     own = rows[0].figures
     for row in rows:
@@ -74,6 +75,7 @@ def print_bench(console: Console, rows: list[Row]) -> None:
     if own is not None:
         for name, formula in own["formulas"].items():
             print_fact(console, name, formula)
+        console.print()
         _print_predicted(console, own)
         _print_lanes(console, own)
         _print_bytes(console, own)
@@ -93,16 +95,16 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
     for row in rows:
         of = row.figures
         if of is None:
-            table.add_row(row.name, "none", "see below", style="dim")
+            table.add_row(row.name, "-", "see below", style="yellow")
             continue
         seconds = of["step_seconds"]
         table.add_row(
             row.name,
-            _number(of["median_seconds"]),
-            f"{_number(min(seconds))}-{_number(max(seconds))}",
+            _seconds(of["median_seconds"]),
+            f"{_seconds(min(seconds))}-{_seconds(max(seconds))}",
             f"{of['tokens_per_second']:,.0f}",
-            _number(of["tflops_published"]),
-            _number(of["tflops_counted"]),
+            _rate(of["tflops_published"]),
+            _rate(of["tflops_counted"]),
             f"{of['peak_device_bytes'] / GIB:.1f}" if of["peak_device_bytes"] else "-",
             f"{of['peak_host_bytes'] / GIB:.1f}",
         )
@@ -115,7 +117,7 @@ def _print_words(console: Console, row: Row, own: dict[str, Any] | None) -> None
     for words in row.tried:
         print_fact(console, "", f"before: {words}")
     if row.figures is None:
-        print_fact(console, "", f"NOT MEASURED: {row.problem}")
+        print_warning(console, f"{row.name}: NOT MEASURED: {row.problem}")
         return
     for line in row.notes:
         print_fact(console, "", line)
@@ -153,12 +155,13 @@ def _print_predicted(console: Console, own: dict[str, Any]) -> None:
     )
     for title in ("", "predicted", "measured", "difference"):
         table.add_column(title, justify="right" if title else "left")
-    pairs = [("step s", planned["step_seconds"], own["median_seconds"])]
-    names = {"device": "peak_device_bytes", "host": "peak_host_bytes", "disk": "disk_bytes"}
-    pairs += [(f"{name} GiB", planned[f"{name}_bytes"] / GIB, own[key] / GIB) for name, key in names.items()]
-    for name, said, found in pairs:
+    said, found = planned["step_seconds"], own["median_seconds"]
+    table.add_row("step s", _seconds(said), _seconds(found), f"{found / said - 1:+.1%}")
+    for name, key in {"device": "peak_device_bytes", "host": "peak_host_bytes", "disk": "disk_bytes"}.items():
+        said, found = planned[f"{name}_bytes"], own[key]
         if said or found:
-            table.add_row(name, _number(said), _number(found), f"{found / said - 1:+.1%}" if said else "")
+            difference = f"{found / said - 1:+.1%}" if said else ""
+            table.add_row(f"{name} GiB", f"{said / GIB:.1f}", f"{found / GIB:.1f}", difference)
     console.print(table)
     print_fact(console, "", f"rates: {planned['machine']}")
 
@@ -173,14 +176,14 @@ def _print_lanes(console: Console, own: dict[str, Any]) -> None:
         table.add_column(title, justify="right" if title else "left")
     for lane, seconds in own["busy_seconds"].items():
         said = planned["busy_seconds"].get(lane)
-        cells = [_number(said) if said else ""] if own["predicted"] else []
+        cells = [_seconds(said) if said else ""] if own["predicted"] else []
         share = f"{seconds / own['mean_seconds']:.1%}"
-        table.add_row(LANE_WORDS.get(lane, lane), _number(seconds), share, *cells)
+        table.add_row(LANE_WORDS.get(lane, lane), _seconds(seconds), share, *cells)
     for cause, seconds in own["stall_seconds"].items():
         share = f"{seconds / own['mean_seconds']:.1%}"
-        table.add_row(f"compute waits {WAIT_WORDS.get(cause, cause)}", _number(seconds), share, style="yellow")
+        table.add_row(f"compute waits {WAIT_WORDS.get(cause, cause)}", _seconds(seconds), share, style="yellow")
     console.print(table)
-    said = [f"{STALL_WORDS.get(name, name)} {_number(s)} s" for name, s in planned["stall_seconds"].items() if s]
+    said = [f"{STALL_WORDS.get(name, name)} {_seconds(s)} s" for name, s in planned["stall_seconds"].items() if s]
     if said:
         print_fact(console, "", f"predicted waits: {', '.join(said)}")
 
@@ -200,11 +203,12 @@ def _print_bytes(console: Console, own: dict[str, Any]) -> None:
     print_fact(console, "homes", f"{homes}; {each}")
 
 
-def _number(value: float) -> str:
-    """Three digits, more for small ones."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 20 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 20 else f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}"
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:,.0f}" if tflops >= 10 else f"{tflops:.2g}"
 
 
 def _bytes(num_bytes: float) -> str:
