@@ -71,7 +71,10 @@ def test_rows_in_processes_of_their_own(
     code, out, err = command(
         capsys, "bench", folder, "--tokens", "4x8", "--vs", "zero3,hbm", "--device", "cpu", "--json"
     )
-    assert (code, err) == (0, "")
+    assert code == 0
+    # How far it is stands on the other output.
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("measuring")] == ["megatrain", "hbm"]
+    assert "warming up, step 2: " in err and "measuring, step 5: " in err
     found = json.loads(out)
     own, zero3, plain = found["rows"]
     assert [row["row"] for row in found["rows"]] == ["megatrain", "zero3", "hbm bf16"]
@@ -94,7 +97,7 @@ def test_rows_in_processes_of_their_own(
         assert of["peak_device_bytes"] == 0 and of["peak_host_bytes"] > 2**26
         assert of["num_micro_batches"] == 4
     assert plain["figures"]["losses"][0] == pytest.approx(own["figures"]["losses"][0], rel=0.01)
-    assert own["figures"]["device"] == "cpu" and own["figures"]["predicted"] is None
+    assert own["device"] == "cpu" and own["figures"]["predicted"] is None
 
 
 def test_the_streamed_row_tells_what_its_lanes_did(work: Work) -> None:
@@ -240,6 +243,19 @@ def test_a_row_that_dies_says_how(script: str, problem: str) -> None:
     assert not is_running(told[0]["id"])
 
 
+def test_an_interrupt_ends_the_row() -> None:
+    told: list[dict[str, Any]] = []
+
+    def interrupt(event: dict[str, Any]) -> None:
+        told.append(event)
+        raise KeyboardInterrupt
+
+    script = """os.write(fd, (json.dumps({"id": os.getpid()}) + "\\n").encode()); time.sleep(600)"""
+    with pytest.raises(KeyboardInterrupt):
+        listen(child(script), 60, interrupt)
+    assert not is_running(told[0]["id"])
+
+
 def test_what_a_row_began_ends_with_it() -> None:
     told: list[dict[str, Any]] = []
     script = """
@@ -290,7 +306,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         **{"tokens_per_second": 9119.0, "tflops_published": 417.0, "tflops_counted": 393.0, "num_micro_batches": 4},
         **{"peak_device_bytes": 101 * 2**30, "peak_host_bytes": 75 * 2**30, "disk_bytes": 0, "has_settled": True},
         **{"warm_up_seconds": [9.0] * 10, "num_skipped_steps": 0, "formulas": {"published": "6 x parameters"}},
-        **{"device": "NVIDIA H200", "link_bytes": {"to_device": 3e10, "to_host": 15e9}, "homes": {"cpu": 31}},
+        **{"link_bytes": {"to_device": 3e10, "to_host": 15e9}, "homes": {"cpu": 31}},
         **{"disk_step_bytes": {"read": 0.0, "written": 0.0}, "slot_bytes": {}, "num_late_transfers": 0.0},
         **{"home_bytes_per_parameter": 12.0, "predicted": {**gpu, "step_seconds": 7.0, "device_bytes": 100 * 2**30,
            "host_bytes": 75 * 2**30, "disk_bytes": 0, "machine": "measured by doctor"}},
@@ -306,7 +322,7 @@ def printed(rows: list[Row], width: int) -> str:
 
 def test_a_table_fits_80_columns_and_tells_what_was_not_measured() -> None:
     rows = [
-        Row(name="megatrain", how="[bold] exact fp32 master", figures=figures()),
+        Row(name="megatrain", how="[bold] exact fp32 master", figures=figures(), device="NVIDIA H200"),
         Row(
             name="hbm bf16", how="compiled", figures=figures(losses=[13.0], has_settled=False), tried=("4: too large",)
         ),
@@ -361,7 +377,7 @@ def test_a_row_of_its_own_that_fails_is_exit_code_1(
 
     monkeypatch.setattr("megatrain.bench.process.run_row", refuse)
     code, out, err = command(capsys, "bench", folder, "--tokens", "4x8", "--vs", "hbm", "--limit-minutes", "2")
-    assert (code, err) == (1, "")
+    assert code == 1 and err.count("measuring") == 3
     assert out.count(": NOT MEASURED: add 14 GiB") == 3 and "nothing was measured" in out
     assert [limit for _, limit in asked] == [120.0] * 3
     assert [variant and variant.num_micro_batches for variant, _ in asked] == [None, 4, 4]

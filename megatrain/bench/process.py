@@ -44,6 +44,8 @@ class Outcome:
     kind: str = ""
     phase: str = "starting"
     """The last that it told."""
+    device: str = ""
+    """The name of the GPU, or `cpu`; where that was told."""
     notes: list[str] = field(default_factory=list)
     """What this library said of the run, in lines."""
 
@@ -95,6 +97,7 @@ def _take(event: dict[str, Any], outcome: Outcome, tell: Callable[[dict[str, Any
         outcome.problem, outcome.kind = event.get("problem", ""), event.get("kind", "")
         return
     outcome.phase = event.get("phase", outcome.phase)
+    outcome.device = event.get("device", outcome.device)
     tell(event)
 
 

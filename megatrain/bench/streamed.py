@@ -43,7 +43,7 @@ CHANGE_STEPS = 2 * NUM_STEPS + 2
 
 def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
     """Raises UserError where the model cannot be trained so, torch.OutOfMemoryError where a step does not fit."""
-    tell({"phase": "building"})
+    tell({"phase": "building", "device": _device_name(work.compute_device)})
     started = time.perf_counter()
     _initialise(work)
     model = empty_model(read_config(work))
@@ -84,7 +84,6 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
         "disk_bytes": 0 if engine.memory.disk is None else engine.memory.disk.disk_bytes,
         "num_skipped_steps": optimizer.num_skipped_steps,
         "formulas": formulas(work, flops),
-        "device": _device_name(engine.device),
         **_moved(before, after, times),
         "predicted": None if plan is None else _predicted(plan),
         "is_planned": engine.plan is not None,
@@ -187,4 +186,5 @@ def _home_bytes(engine: Engine, optimizer: HomeOptimizer) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if has_gpu else device.type

@@ -1,6 +1,8 @@
 """`megatrain bench MODEL`: whole steps of a shape with random weights, measured here; and those of peers beside it.
 
 config -> this library's row -> a row for each peer, each in a process of its own -> table, or JSON
+
+Rule: this process never touches a GPU: its context would take memory from every row.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,12 +23,10 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import fixed_path
 from megatrain.base.units import format_number
 from megatrain.commands.bench_tables import Row, print_bench, print_head
-from megatrain.commands.console import make_console, print_step
+from megatrain.commands.console import make_console, print_fact
 from megatrain.commands.plan import check_words, read_workload
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megatrain.bench.peers import Variant
     from megatrain.bench.process import Outcome
     from megatrain.bench.work import Work
@@ -83,7 +84,7 @@ def bench(model: str, options: BenchOptions) -> bool:
         head = _head(outlined, work)
         if not options.as_json:
             print_head(console, head)
-        rows = list(_rows(work, peers, options, console))
+        rows = list(_rows(work, peers, options))
     if options.as_json:
         print(json.dumps({**head, "rows": [row.data() for row in rows]}, indent=2))
     else:
@@ -158,7 +159,7 @@ def _work(options: BenchOptions, folder: str) -> Work:
 
 
 def _head(outlined: OutlinedModel, work: Work) -> dict[str, Any]:
-    """Of the model, the machine and the step."""
+    """Of the model, the machine and the step. Not of the GPU: this process leaves all of its memory to the rows'."""
     import torch
     import transformers
 
@@ -168,8 +169,6 @@ def _head(outlined: OutlinedModel, work: Work) -> dict[str, Any]:
     spec = outlined.spec(Formats(precision="bf16", master="split"))
     if not spec.vocabulary_size:
         raise UserError(f"MODEL: {spec.name} has no head that makes logits: causal language models are measured")
-    device = work.compute_device
-    has_gpu = device.type == "cuda" and torch.cuda.is_available()
     return {
         "model": {
             "name": spec.name,
@@ -179,7 +178,6 @@ def _head(outlined: OutlinedModel, work: Work) -> dict[str, Any]:
             "max_length": spec.max_length,
         },
         "machine": {
-            "device": torch.cuda.get_device_name(device) if has_gpu else device.type,
             "cores": len(os.sched_getaffinity(0)),
             "versions": {
                 "megatrain": __version__,
@@ -195,17 +193,17 @@ def _head(outlined: OutlinedModel, work: Work) -> dict[str, Any]:
 # The rows.
 
 
-def _rows(work: Work, peers: list[str], options: BenchOptions, console: Console) -> Iterator[Row]:
+def _rows(work: Work, peers: list[str], options: BenchOptions) -> Iterator[Row]:
     from megatrain.bench import peers as of
     from megatrain.bench.process import run_row
 
     def run(variant: Variant | None, words: str) -> Outcome:
-        with _progress(console, words, options) as tell:
+        with _progress(words) as tell:
             return run_row(work, variant, options.limit_minutes * 60, tell)
 
     outcome = run(None, OWN)
     own = Row(name=OWN, how=_own_words(work, outcome), figures=outcome.figures, problem=outcome.problem,
-              notes=outcome.notes[1:])  # fmt: skip
+              notes=outcome.notes[1:], device=outcome.device)  # fmt: skip
     yield own
     number = work.num_micro_batches or work.num_sequences
     if own.figures is not None:
@@ -246,22 +244,19 @@ def _own_words(work: Work, outcome: Outcome) -> str:
 
 
 @contextlib.contextmanager
-def _progress(console: Console, words: str, options: BenchOptions) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What is told by a row's process, in a line that changes; where no one watches, a line a row."""
-    if options.as_json:
-        yield lambda event: None
-        return
-    if not console.is_terminal:
-        print_step(console, f"measuring {words}")
-        yield lambda event: None
-        return
+def _progress(words: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What is told by a row's process, on standard error: a line that changes, or where no one watches, lines."""
+    console = make_console(sys.stderr)
     phase = "starting"
+
+    def line(event: dict[str, Any]) -> str:
+        nonlocal phase
+        phase = event.get("phase", phase)
+        return f"{phase}, step {event['step']}: {event['seconds']:.3g} s" if "step" in event else phase
+
+    if not console.is_terminal:
+        print_fact(console, "measuring", words)
+        yield lambda event: print_fact(console, "", line(event))
+        return
     with console.status(f"{words}: {phase}") as status:
-
-        def tell(event: dict[str, Any]) -> None:
-            nonlocal phase
-            phase = event.get("phase", phase)
-            step = f", step {event['step']}: {event['seconds']:.3g} s" if "step" in event else ""
-            status.update(f"{words}: {phase}{step}")
-
-        yield tell
+        yield lambda event: status.update(f"{words}: {line(event)}")

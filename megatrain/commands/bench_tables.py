@@ -42,6 +42,9 @@ class Row:
     tried: tuple[str, ...] = ()
     """Before it, and did not fit."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    """What the run said while it went on."""
+    device: str = ""
+    """That computed: the name of a GPU, or `cpu`; empty where it was not told."""
 
     def data(self) -> dict[str, Any]:
         """For programs."""
@@ -58,8 +61,7 @@ def print_head(console: Console, head: dict[str, Any]) -> None:
     blocks = format_number(model["blocks"], "block")
     print_fact(console, "model", f"{format_count(model['parameters'])} parameters{work}, {blocks}, random weights")
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    device = "no GPU: all is computed on the CPU" if machine["device"] == "cpu" else machine["device"]
-    print_fact(console, "machine", f"{device}; {format_number(machine['cores'], 'core')}; {versions}")
+    print_fact(console, "machine", f"{format_number(machine['cores'], 'core')}; {versions}")
     sequences, length = workload["sequences"], workload["length"]
     print_fact(console, "step", f"{sequences} x {length:,} = {workload['tokens']:,} tokens, AdamW, gradients clipped")
     if model["max_length"] is not None and length > model["max_length"]:
@@ -67,6 +69,8 @@ def print_head(console: Console, head: dict[str, Any]) -> None:
 
 
 def print_bench(console: Console, rows: list[Row]) -> None:
+    no_gpu = "none: all rows are computed on the CPU, and say nothing of a GPU"
+    print_fact(console, "GPU", no_gpu if rows[0].device == "cpu" else rows[0].device or "not known")
     console.print()
     _print_rows(console, rows)
     own = rows[0].figures
@@ -78,7 +82,7 @@ def print_bench(console: Console, rows: list[Row]) -> None:
         console.print()
         _print_predicted(console, own)
         _print_lanes(console, own)
-        _print_bytes(console, own)
+        _print_bytes(console, own, is_cpu=rows[0].device == "cpu")
 
 
 def _print_rows(console: Console, rows: list[Row]) -> None:
@@ -113,7 +117,8 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
 
 def _print_words(console: Console, row: Row, own: dict[str, Any] | None) -> None:
     """How it ran, and whatever its figures do not tell."""
-    print_fact(console, row.name, row.how)
+    if row.how:
+        print_fact(console, row.name, row.how)
     for words in row.tried:
         print_fact(console, "", f"before: {words}")
     if row.figures is None:
@@ -146,6 +151,7 @@ def _print_predicted(console: Console, own: dict[str, Any]) -> None:
     planned = own["predicted"]
     if planned is None:
         print_fact(console, "predicted", "nothing: plans are of machines with a GPU whose rates are known")
+        console.print()
         return
     table = Table(
         title="predicted before the first step, and measured",
@@ -188,9 +194,9 @@ def _print_lanes(console: Console, own: dict[str, Any]) -> None:
         print_fact(console, "", f"predicted waits: {', '.join(said)}")
 
 
-def _print_bytes(console: Console, own: dict[str, Any]) -> None:
+def _print_bytes(console: Console, own: dict[str, Any], *, is_cpu: bool) -> None:
     link, disk, slots = own["link_bytes"], own["disk_step_bytes"], own["slot_bytes"]
-    if own["device"] == "cpu":
+    if is_cpu:
         moved = f"weights {_bytes(slots['weights'])} from homes to slots, gradients {_bytes(slots['gradients'])} back"
         print_fact(console, "a step", f"{moved}; no link is crossed on a CPU")
     else:
