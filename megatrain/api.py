@@ -65,11 +65,9 @@ def init(
     save_in_background: bool = True,
     on_save_error: str = "warn",
     verify_transfers: bool = False,
+    logits_in_pieces: bool | None = None,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
-
-    From then on transformers' own `from_pretrained` leaves the weights of a large model in their files, until
-    `mt.stream` or `mt.Trainer` takes them straight home, or something else asks for them.
 
     Args:
         offload_dir: a folder, or several on different disks, for what of the homes does not fit in memory. Its files
@@ -82,19 +80,21 @@ def init(
             TrainingArguments.bf16 is set or the model was loaded in bf16, else fp32.
         device: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one.
         compile: compile each kind of block with torch.compile (faster after a start-up; last bits may differ).
-        master: form of the master weights: "fp32" with fp32 compute; "split" (exact fp32 in 16 + 16 bits, the default)
-            or "bf16" (stochastic rounding) with bf16 compute.
+        master: "fp32" with fp32 compute; with bf16 "split" (exact, 16 + 16 bits, the default) or "bf16" (stochastic).
         grad_dtype: of gradients on their way home, after their sum in fp32: "fp32", "bf16", or None: as the weights.
         clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
             backward; none is kept; `max_norm` goes to the optimizer).
         hbm_home_gb: device memory for layers that live there; None: as the plan says, or a fifth of what is free.
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
             for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
-        defer_loading: False: transformers' `from_pretrained` reads all weights at once, as without this library.
+        defer_loading: from now on transformers' own `from_pretrained` leaves the weights of a large model in their
+            files until they are taken home or asked for. False: it reads them at once, as without this library.
         replan: False: on a GPU a run does not change after its first steps where homes live and how many slots it has.
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
         on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
         verify_transfers: check sums of what is moved: what arrives changed is sent again (docs/reliability.md).
+        logits_in_pieces: head and cross entropy in pieces of a micro-batch's tokens, equal to rounding. None: where
+            there is more than one (of 2048 tokens, or 2^26 logits). False: never, for the same bits. True: always.
 
     Raises UserError for a setting that cannot work.
     """

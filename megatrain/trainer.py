@@ -13,6 +13,7 @@ It gives up what megatrain/arguments.py refuses.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -74,8 +75,13 @@ class Trainer(CheckpointingTrainer):
         self._losses: deque[tuple[Batch, torch.Tensor]] = deque()
         self._rows: FewerRows | None = None
         self._given_dataset = given.get("train_dataset")  # transformers calls `model_init` before it keeps its own
+        self._reads_logits = (
+            type(self).compute_loss is not Trainer.compute_loss
+            or given.get("compute_loss_func") is not None
+            or args.label_smoothing_factor > 0
+        )
         if model is not None:
-            model = _streamed(model, args, self._given_dataset)
+            model = _streamed(model, args, self._given_dataset, self._reads_logits)
         super().__init__(model, args, *positional, **keywords)
         self._place_layer_reports()
 
@@ -141,7 +147,7 @@ class Trainer(CheckpointingTrainer):
             for name in ("model", "optimizer", "lr_scheduler"):
                 setattr(self.callback_handler, name, None)
             self.accelerator.free_memory()
-        return _streamed(super().call_model_init(trial), self.args, self._given_dataset)
+        return _streamed(super().call_model_init(trial), self.args, self._given_dataset, self._reads_logits)
 
     # Placement: the engine owns it
 
@@ -340,23 +346,26 @@ class _BareLoss:
         return getattr(self._model, name)
 
 
-def _stream(model: nn.Module, args: transformers.TrainingArguments, dataset: Any) -> nn.Module:
-    likely = None if api.told_workload() else likely_workload(dataset, args)
+def _stream(model: nn.Module, args: transformers.TrainingArguments, dataset: Any, reads_logits: bool) -> nn.Module:
+    told = api.told_workload()
+    workload = told or likely_workload(dataset, args)
+    if workload is not None and reads_logits:
+        workload = dataclasses.replace(workload, reads_logits=True)
     try:
-        return api.stream(model, bf16=args.bf16, workload=likely)
+        return api.stream(model, bf16=args.bf16, workload=workload)
     except PlanError as error:
-        if likely is None:
+        if workload is None or told is not None:
             raise
         # Its length is a guess, so it is no reason to refuse.
         logger.warning("memory is not planned for the longest rows: %s", error)
         return api.stream(model, bf16=args.bf16)
 
 
-def _streamed(model: nn.Module, args: transformers.TrainingArguments, dataset: Any) -> nn.Module:
+def _streamed(model: nn.Module, args: transformers.TrainingArguments, dataset: Any, reads_logits: bool) -> nn.Module:
     """The model, streamed if it was not; `args.device` becomes the engine's device."""
     check_model(model)
     if engine_of(model) is None:
-        model = _stream(model, args, dataset)
+        model = _stream(model, args, dataset, reads_logits)
     engine = engine_of(model)
     if args.bf16 and engine.precision != "bf16":
         raise UserError(

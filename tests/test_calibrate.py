@@ -25,7 +25,8 @@ from megatrain.run_plan import learn
 
 
 def a_plan() -> Plan:
-    return predicted(builtin("qwen2.5-7b"), Workload(num_sequences=64, length=1024, rows=16))
+    work = Workload(num_sequences=64, length=1024, rows=16, reads_logits=True)
+    return predicted(builtin("qwen2.5-7b"), work)
 
 
 def again(plan: Plan, machine: Machine) -> Plan:

@@ -78,7 +78,12 @@ def test_the_trainer_tells_the_plan_what_it_trains_on(tmp_path, monkeypatch: pyt
     told = Workload(num_sequences=1, length=5)
     mt.init(device="cpu", workload=told)
     mt.Trainer(model=tiny_llama(), args=args, train_dataset=rows(9, 9, 9, 9))
-    assert given[-1] is None, "mt.stream takes what mt.init was told"
+    assert given[-1] == told
+    smooth = arguments(tmp_path, label_smoothing_factor=0.1)
+    mt.Trainer(model=tiny_llama(), args=smooth, train_dataset=rows(9, 9, 9, 9))
+    assert given[-1] == Workload(num_sequences=1, length=5, reads_logits=True), "its loss is not the model's"
+    mt.Trainer(model=tiny_llama(), args=args, train_dataset=rows(9), compute_loss_func=lambda *given: given[0].loss)
+    assert given[-1].reads_logits
     mt.init(device="cpu")
     mt.Trainer(model=tiny_llama(), args=args, train_dataset=rows(999))
     assert given[-2:] == [too_much, None], "a guess that does not fit refuses nothing"

@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM
 
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
-from megatrain.base.units import GB
+from megatrain.base.units import GB, GIB
+from megatrain.plan.cost import ALLOCATOR_GAPS, working_bytes
 from megatrain.plan.explain import bottleneck, conventional_bytes, conventional_state_bytes, memory_table
 from megatrain.plan.flops import model_work
 from megatrain.plan.machine import Machine
@@ -30,7 +31,7 @@ from megatrain.plan.timeline import CONTEXT_BYTES, PROCESS_BYTES, ROOM_SLACK, Ti
 from megatrain.plan.workload import Workload
 from megatrain.spec.formats import most_moment_bytes
 from megatrain.spec.homes import Formats
-from megatrain.spec.model import model_spec
+from megatrain.spec.model import ModelSpec, model_spec, with_whole_logits
 
 # Memory
 
@@ -315,3 +316,41 @@ def test_rows_of_micro_batches_are_the_divisors() -> None:
         plain = [rows for rows in range(count, 0, -1) if count % rows == 0]
         assert Workload(num_sequences=count, length=1).row_choices() == plain
     assert Workload(num_sequences=10**9, length=1).row_choices()[0] == 10**9
+
+
+def test_a_head_in_pieces_takes_what_a_piece_and_its_gradients_take() -> None:
+    """Qwen2.5-7B: a vocabulary of 152064, a width of 3584."""
+    spec = builtin("qwen2.5-7b")
+    head = next(layer for layer in spec.layers if layer.kind == "head")
+
+    def head_bytes(of: ModelSpec, rows: int) -> int:
+        layer = next(layer for layer in of.layers if layer.kind == "head")
+        work = Workload(num_sequences=64, length=1024, rows=rows)
+        return int(working_bytes(of, layer, work, rows, compiled=False) / ALLOCATOR_GAPS)
+
+    whole = with_whole_logits(spec)
+    for rows in (1, 2):
+        assert head_bytes(spec, rows) == head_bytes(whole, rows) == pytest.approx(24 * rows * 1024 * 152064, abs=1)
+    for rows in (4, 16):
+        gradients = 6 * head.matrix_parameters + 2 * rows * 1024 * 3584
+        assert head_bytes(spec, rows) == pytest.approx(18 * 2048 * 152064 + gradients, abs=1)
+        assert head_bytes(whole, rows) == pytest.approx(24 * rows * 1024 * 152064, abs=1)
+
+
+def test_losses_that_read_logits_are_planned_with_whole_ones() -> None:
+    work = Workload(num_sequences=64, length=1024, rows=16)
+    in_pieces = predicted(builtin("qwen2.5-7b"), work)
+    whole = predicted(builtin("qwen2.5-7b"), dataclasses.replace(work, reads_logits=True))
+    told = predicted(builtin("qwen2.5-7b"), work, config=Config(logits_in_pieces=False))
+    assert in_pieces.timeline.peak("hbm") < whole.timeline.peak("hbm") - 30 * GIB
+    assert told.timeline.rows() == whole.timeline.rows() and told.step_seconds == whole.step_seconds
+    # Sums of the pieces' gradients, and more launches.
+    assert whole.step_seconds < in_pieces.step_seconds < 1.03 * whole.step_seconds
+
+
+def test_only_plain_heads_are_planned_in_pieces() -> None:
+    model = make_model("llama")
+    heads = [layer for layer in model_spec(model, SPLIT, "tiny").layers if layer.kind == "head"]
+    assert [layer.has_plain_logits for layer in heads] == [True]
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+    assert not any(layer.has_plain_logits for layer in model_spec(model, SPLIT, "tiny").layers)

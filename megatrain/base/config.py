@@ -78,6 +78,10 @@ class Config:
     """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
     bits may differ."""
 
+    logits_in_pieces: bool | None = None
+    """Compute head and cross entropy together, the logits of a piece of the tokens at a time. Equal to whole logits to
+    rounding. Left out: where a micro-batch has more than one piece, 2048 tokens or 2^26 logits. False: never."""
+
     verify_transfers: bool = False
     """Check sums of weights, gradients, inputs of layers and states on every way between device, host and disk: what
     arrives changed is sent again. Costs reads of host memory."""
@@ -112,6 +116,8 @@ class Config:
         for name in ("compile", "verify_transfers", "defer_loading", "replan", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.logits_in_pieces is not None and not isinstance(self.logits_in_pieces, bool):
+            raise UserError(f"logits_in_pieces={self.logits_in_pieces!r} must be True, False or None")
         # A torch.device is known by its name: this module does without torch.
         is_device = isinstance(self.device, (str, int)) or type(self.device).__module__ == "torch"
         if self.device is not None and (not is_device or isinstance(self.device, bool)):

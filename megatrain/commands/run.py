@@ -160,7 +160,10 @@ def _workload(datasets: Datasets, arguments: TrainingArguments) -> Workload:
     """A step, every row as long as the longest: so that memory is planned for the worst."""
     rows = arguments.per_device_train_batch_size
     return Workload(
-        num_sequences=rows * arguments.gradient_accumulation_steps, length=datasets.train.longest, rows=rows
+        num_sequences=rows * arguments.gradient_accumulation_steps,
+        length=datasets.train.longest,
+        rows=rows,
+        reads_logits=arguments.label_smoothing_factor > 0,
     )
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from megatrain.base.errors import UserError
 from megatrain.execute.call import LayerFunction
+from megatrain.execute.logits import LaterFunction
 from megatrain.execute.passes import wanting_all
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class _Above:
 
 
 def _is_layer(node: Node) -> bool:
-    return isinstance(node, LayerFunction._backward_cls)
+    return isinstance(node, (LayerFunction._backward_cls, LaterFunction._backward_cls))
 
 
 def _edges(node: Node) -> list[tuple[int, GradientEdge]]:

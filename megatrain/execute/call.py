@@ -165,11 +165,7 @@ class Call:
         Args:
             grads: one a tensor output, in the order of `forward`.
         """
-        if self.layer.home.version != self._version:
-            raise UserError(
-                f"the weights of {self.layer.name} were changed between its forward and its backward (an optimizer "
-                "step?): call backward first, or repeat the forward"
-            )
+        self.check_version()
         graph = self.kept or self._recompute(params, tensors)
         if wants_weights:
             self.kept = None
@@ -190,6 +186,14 @@ class Call:
         input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in graph.inputs]
         param_grads = [(field, g) for (field, _), g in zip(trained, of_params, strict=True) if g is not None]
         return input_grads, param_grads
+
+    def check_version(self) -> None:
+        """Raises UserError where the weights are not those of the forward."""
+        if self.layer.home.version != self._version:
+            raise UserError(
+                f"the weights of {self.layer.name} were changed between its forward and its backward (an optimizer "
+                "step?): call backward first, or repeat the forward"
+            )
 
     def passed_on(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """Gradients of the inputs where none comes from the layer's own outputs, so that it need not run. Else None."""

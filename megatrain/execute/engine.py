@@ -30,6 +30,7 @@ from megatrain.execute.changes import StepChanges
 from megatrain.execute.fetch import Fetcher
 from megatrain.execute.first_line import describe_run
 from megatrain.execute.layer import StreamedLayer, Views
+from megatrain.execute.logits import logits_later
 from megatrain.execute.mover import HomeMover
 from megatrain.execute.passes import Passes
 from megatrain.execute.report import RunReport, run_stats
@@ -52,6 +53,7 @@ from megatrain.transport.drain import GradientPacket
 from megatrain.transport.recorder import computing, on_host
 
 Result = TypeVar("Result")
+Make = Callable[..., Call]
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -170,18 +172,21 @@ class Engine:
 
     def call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward of a streamed layer."""
-        run = current_run(self)
-        if run is None:
-            return self._call_alone(layer, args, kwargs)
-        run.arrive(layer)
-        return self._call(layer, args, kwargs, run)
+        if (run := current_run(self)) is not None:
+            run.arrive(layer)
+        later = logits_later(self, layer, args, kwargs)
+        return self.call_now(layer, args, kwargs) if later is None else later
 
-    @_alone
-    def _call_alone(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self._call(layer, args, kwargs, None)
+    def call_now(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], make: Make = Call) -> Any:
+        """The same in the visit that is on, where there is one."""
+        if (run := current_run(self)) is None:
+            return self._call_alone(layer, args, kwargs, None, make)
+        if not self._visits.is_open(layer):
+            run.arrive(layer)
+        return self._call(layer, args, kwargs, run, make)
 
     @told_to_recorder("call", lambda layer: layer)
-    def _call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], run: Run | None) -> Any:
+    def _call(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], run: Run | None, make: Make) -> Any:
         if not torch.is_grad_enabled():
             return self._call_without_graph(layer, args, kwargs)
         arguments = Arguments(args, kwargs)
@@ -191,13 +196,15 @@ class Engine:
         if layer is self._first_block:
             self.report.see(arguments.tensors[0])
         keep_graph = run is not None and run.keeps_graph
-        call = Call(self, layer, arguments, recorded_keys=recording_keys(), keep_graph=keep_graph)
+        call = make(self, layer, arguments, recorded_keys=recording_keys(), keep_graph=keep_graph)
         call.micro_batch = None if run is None else run.number
         anchor = self._anchor if layer.trainable_fields() else self._anchor.detach()
         outputs = LayerFunction.apply(call, anchor, *call.edges)
         if run is not None:
             run.record(call, outputs)
         return call.publish(outputs, None if run is None else run.attributes)
+
+    _call_alone = _alone(_call)
 
     def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))

@@ -71,6 +71,10 @@ class StreamedLayer:
     def trainable_fields(self) -> list[Field]:
         return [field for field in self.fields if self.home.trainable[field]]
 
+    def field_of(self, attribute: str) -> Field | None:
+        """Of the parameter that the layer's own module holds under this name."""
+        return next((field for owner, name, field in self._places if (owner, name) == (self.module, attribute)), None)
+
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward that the module's authors wrote. Enter with weights bound."""
         return self.forward(self.module, *args, **kwargs)

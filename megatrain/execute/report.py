@@ -144,7 +144,13 @@ class RunReport:
         num_sequences = sum(rows for rows, _ in self._seen)
         num_tokens = sum(rows * length for rows, length in self._seen)
         rows = max(rows for rows, _ in self._seen)
-        return Workload(num_sequences=num_sequences, length=max(1, round(num_tokens / num_sequences)), rows=rows)
+        plan = self._engine.plan
+        return Workload(
+            num_sequences=num_sequences,
+            length=max(1, round(num_tokens / num_sequences)),
+            rows=rows,
+            reads_logits=plan is not None and plan.workload.reads_logits,
+        )
 
     def _measured(self) -> Measured:
         stalls, updates = (

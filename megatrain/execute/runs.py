@@ -69,7 +69,9 @@ class Run(greenlet.greenlet):
         self.attributes = OwnAttributes()
         self.layer: StreamedLayer | None = None
         self.loss: torch.Tensor | None = None
-        self.kept: _Kept | None = None
+        self.kept: list[_Kept] = []
+        """Of the visit that is on: several where its logits are used more than once (`logits.py`)."""
+
         self.keeps_graph = False
         self.engine, self.number = engine, number
         self._device = engine.device
@@ -92,7 +94,8 @@ class Run(greenlet.greenlet):
             self.layer = None
         self.aliases.clear()
         self.hooks.clear()
-        self.loss = self.kept = None
+        self.loss = None
+        self.kept.clear()
 
     def _go(self, switch: Callable[[], StreamedLayer]) -> None:
         outside = self._get_state()
@@ -116,7 +119,7 @@ class Run(greenlet.greenlet):
         if call.kept is not None and differentiable:
             edge = torch.autograd.graph.get_gradient_edge
             of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
-            self.kept = _Kept(call, differentiable[0].grad_fn, of_inputs)
+            self.kept.append(_Kept(call, differentiable[0].grad_fn, of_inputs))
 
     @property
     def has_drawn(self) -> bool:
@@ -126,8 +129,9 @@ class Run(greenlet.greenlet):
 
     def drop_kept(self) -> None:
         """A graph kept for a layer that was not the last after all would read a refilled slot. Recompute instead."""
-        if self.kept is not None:
-            self.kept.call.kept = self.kept = None
+        for kept in self.kept:
+            kept.call.kept = None
+        self.kept.clear()
 
     def _main(self) -> None:
         if self._seed is not None:
@@ -254,12 +258,12 @@ def _loss_backward(engine: Engine, run: Run) -> tuple[torch.Tensor, Roots]:
         found = loss_backward(engine, loss, run.hooks)
     finally:
         engine.is_collecting = False
-    if run.kept is None:
-        return loss.detach(), found
-    node = run.kept.node
-    roots = _kept_backward(engine, run.kept, [pair for pair in found if pair[0].node is node])
+    roots: Roots = []
+    for kept in run.kept:
+        roots += _kept_backward(engine, kept, [pair for pair in found if pair[0].node is kept.node])
+    nodes = {kept.node for kept in run.kept}
     run.drop_kept()
-    return loss.detach(), [*roots, *(pair for pair in found if pair[0].node is not node)]
+    return loss.detach(), [*roots, *(pair for pair in found if pair[0].node not in nodes)]
 
 
 def _kept_backward(engine: Engine, kept: _Kept, found: Roots) -> Roots:

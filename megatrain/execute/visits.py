@@ -29,6 +29,9 @@ class Visits:
     def is_any_open(self) -> bool:
         return bool(self._views)
 
+    def is_open(self, layer: StreamedLayer) -> bool:
+        return layer in self._views
+
     def clear(self) -> None:
         """After an interrupt at any place."""
         self._views.clear()

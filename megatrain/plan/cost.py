@@ -46,6 +46,15 @@ LOGIT_BYTES = 18
 EARLIER_LOGIT_BYTES = 6
 """The micro-batch before, whose outputs live until the next ones take their place."""
 
+PIECE_TOKENS = 2048
+"""Of logits in pieces, at least. Each piece's gradient of the weights is added to their sum: 12 bytes a parameter that
+pass through memory (bf16 written and read, fp32 read and written), for 6 FLOPs a token of the piece. On an H200 (760
+TFLOPS; 4.8 TB/s by its data sheet) that takes a sixth of the time of the products at 2048 tokens, and as long as these
+at 316 (estimated). Fewer save little: the sum and a piece's gradient are 6 bytes a parameter, those of a vocabulary of
+152k and a width of 3584 as much as the logits of 1200 tokens at `LOGIT_BYTES`."""
+PIECE_LOGITS = 1 << 26
+"""Where the vocabulary is so small that these are more tokens than that: 1.2 GB at `LOGIT_BYTES`."""
+
 ALLOCATOR_GAPS = 1.03
 """Reserved for a byte of the layer at work: what the allocator cannot use again (measured 0-3 %)."""
 
@@ -74,11 +83,16 @@ def visit_cost(
         return VisitCost(forward=looked_up, backward=looked_up + sums)
     rate = machine.matmul_flops_per_second if spec.formats.precision == "bf16" else machine.fp32_flops_per_second
     products = 2 * layer.matrix_parameters * tokens / rate
-    weights = num_micro * wire_bytes(home.fields) / machine.hbm_bytes_per_second
+    weights = wire_bytes(home.fields) / machine.hbm_bytes_per_second
     if layer.kind == "head":
+        num_pieces = pieces_of(spec, layer, rows * workload.length)
         logits = LOGIT_TRAFFIC_BYTES * spec.vocabulary_size * tokens / machine.hbm_bytes_per_second
-        launches = num_micro * (FORWARD_LAUNCH_SECONDS + BACKWARD_LAUNCH_SECONDS) / 2
-        return VisitCost(forward=3 * products + 3 * weights + logits + sums + launches, backward=0.0)
+        launches = (FORWARD_LAUNCH_SECONDS + BACKWARD_LAUNCH_SECONDS) / 2
+        # Each piece adds to a sum of the micro-batch; that is scaled, and added to the sum of the pass.
+        sums *= 1 if num_pieces == 1 else num_pieces + 2
+        of_pieces = num_micro * num_pieces * (3 * weights + launches)
+        return VisitCost(forward=3 * products + of_pieces + logits + sums, backward=0.0)
+    weights *= num_micro
     attention = 0.0
     if layer.attention is not None:
         pairs = workload.num_sequences * layer.attention.num_pairs(workload.length)
@@ -90,6 +104,18 @@ def visit_cost(
         forward=forward + num_micro * FORWARD_LAUNCH_SECONDS,
         backward=forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS,
     )
+
+
+def tokens_at_once(vocabulary: int) -> int:
+    """Of a micro-batch, whose logits are made in one piece."""
+    return max(PIECE_TOKENS, PIECE_LOGITS // vocabulary)
+
+
+def pieces_of(spec: ModelSpec, layer: LayerSpec, tokens: int) -> int:
+    """In which a head makes the logits of a micro-batch; 1: whole, the gradients on a graph of their own."""
+    if not (layer.has_plain_logits and spec.vocabulary_size):
+        return 1
+    return max(1, -(-tokens // tokens_at_once(spec.vocabulary_size)))
 
 
 def compute_bytes(spec: ModelSpec) -> int:
@@ -104,8 +130,16 @@ def activation_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> fl
 
 
 def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> int:
-    """Device memory of a layer at work on one micro-batch: its activations, or its logits."""
+    """Device memory of a layer at work on one micro-batch: its activations, or its logits and what is summed over their
+    pieces."""
     tokens = rows * workload.length
+    if layer.kind == "head" and pieces_of(spec, layer, tokens) > 1:
+        # The longest piece that there is, so that more tokens never take less.
+        logit_bytes = LOGIT_BYTES * tokens_at_once(spec.vocabulary_size) * spec.vocabulary_size
+        # Gradients: of the weights, the fp32 sum and a piece's; of the hidden states.
+        gradient_bytes = (4 + compute_bytes(spec)) * layer.matrix_parameters
+        gradient_bytes += compute_bytes(spec) * tokens * spec.hidden_size
+        return int(ALLOCATOR_GAPS * (logit_bytes + gradient_bytes))
     if layer.kind == "head":
         is_one = rows >= workload.num_sequences
         logit_bytes = LOGIT_BYTES + (0 if is_one else EARLIER_LOGIT_BYTES)

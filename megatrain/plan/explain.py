@@ -13,7 +13,7 @@ from megatrain.plan.placement import TIERS
 from megatrain.plan.planner import Plan
 from megatrain.plan.simulate import COMPUTE, Simulation
 from megatrain.plan.timeline import ROW_NAMES
-from megatrain.spec.model import ModelSpec
+from megatrain.spec.model import ModelSpec, with_whole_logits
 
 
 def conventional_state_bytes(num_parameters: int) -> dict[str, int]:
@@ -23,7 +23,7 @@ def conventional_state_bytes(num_parameters: int) -> dict[str, int]:
 
 def conventional_bytes(plan: Plan) -> dict[str, int]:
     """Row -> bytes that plain PyTorch would need on the device, with all activations of one sequence."""
-    spec = plan.spec
+    spec = with_whole_logits(plan.spec)
     one = dataclasses.replace(plan.workload, num_sequences=1, rows=1)
     kept = sum(activation_bytes(spec, layer, compiled=False) for layer in spec.layers if layer.kind == "block")
     head = max(

@@ -36,7 +36,7 @@ from megatrain.plan.schedule import Choice, Schedule, visit_costs
 from megatrain.plan.simulate import Simulation
 from megatrain.plan.timeline import ROOM_SLACK, Timeline, TimelineMaker
 from megatrain.plan.workload import Workload
-from megatrain.spec.model import ModelSpec
+from megatrain.spec.model import ModelSpec, with_whole_logits
 
 CLOSE = 0.002
 """A step this near to the bound is taken at once."""
@@ -161,6 +161,8 @@ class Planner:
             sizes: for each home its bytes by part, where they are known.
         """
         _check_rates(machine, config)
+        is_whole = config.logits_in_pieces is False or workload.reads_logits
+        spec = with_whole_logits(spec) if is_whole else spec
         self.machine, self.spec, self.workload, self.config = machine, spec, workload, config
         self.budgets = budgets or Budgets.of(machine, config)
         keeps = config.clip == "global"

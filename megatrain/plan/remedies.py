@@ -250,7 +250,7 @@ def _fewer_sequences(planner: Planner) -> int:
 
 def _with_sequences(workload: Workload, number: int) -> Workload:
     rows = None if workload.rows is None else min(workload.rows, number)
-    return Workload(num_sequences=number, length=workload.length, rows=rows)
+    return dataclasses.replace(workload, num_sequences=number, rows=rows)
 
 
 def _state_bytes(planner: Planner) -> int:

@@ -22,6 +22,9 @@ class Workload:
     rows: int | None = None
     """Sequences of a micro-batch. None: the plan chooses."""
 
+    reads_logits: bool = False
+    """The loss is one of your own that looks at whole logits: memory is planned for these, and not for pieces."""
+
     def __post_init__(self) -> None:
         for name, value in (("sequences", self.num_sequences), ("length", self.length), ("rows", self.rows)):
             is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST

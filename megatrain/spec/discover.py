@@ -7,6 +7,7 @@ small leftovers (norms, routers) stay resident on the device.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,19 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
     outside = _streamed_leftovers(model, inside, max(_own_bytes(block.module) for block in blocks))
     positions = {id(module): index for index, module in enumerate(model.modules())}
     return sorted([*blocks, *outside], key=lambda layer: positions[id(layer.module)])
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether all that the module does is what `nn.Linear` does: forward, parameters, no hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return (
+        # A streamed layer's forward wraps that of its class.
+        inspect.unwrap(type(module).forward) is nn.Linear.forward
+        and "forward" not in vars(module)
+        and set(module._parameters) == {"weight", "bias"}
+        and next(module.children(), None) is None
+        and not any(hooks)
+    )
 
 
 def parameter_uses(module: nn.Module, prefix: str = "") -> Iterator[ParameterUse]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatrain.spec.discover import FoundLayer, find_layers
+from megatrain.spec.discover import FoundLayer, find_layers, is_plain_linear
 from megatrain.spec.homes import Formats, HomePlan, plan_homes
 
 
@@ -50,6 +50,9 @@ class LayerSpec:
     """Sum of the outputs of those products: numbers a token that the layer makes."""
 
     attention: Attention | None
+
+    has_plain_logits: bool = False
+    """A linear layer as PyTorch has it, whose output may be made in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +115,7 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
                 matrix_parameters=matrix,
                 output_width=width,
                 attention=attention,
+                has_plain_logits=layer.kind == "head" and is_plain_linear(layer.module),
             )
         )
     heads = [layer.module for layer in found if layer.kind == "head" and isinstance(layer.module, nn.Linear)]
@@ -139,6 +143,13 @@ def with_bf16_masters(spec: ModelSpec) -> ModelSpec:
         homes.append(dataclasses.replace(home, fields=list(fields.values()), parameters=parameters))
     formats = dataclasses.replace(spec.formats, master="bf16")
     return dataclasses.replace(spec, homes=tuple(homes), formats=formats)
+
+
+def with_whole_logits(spec: ModelSpec) -> ModelSpec:
+    """The spec of the same model where none are made in pieces."""
+    return dataclasses.replace(
+        spec, layers=tuple(dataclasses.replace(layer, has_plain_logits=False) for layer in spec.layers)
+    )
 
 
 def text_config(model: nn.Module) -> object:
