@@ -192,7 +192,7 @@ class Engine:
         arguments = Arguments(args, kwargs)
         if not (layer.trainable_fields() or any(tensor.requires_grad for tensor in arguments.tensors)):
             return self._call_without_graph(layer, args, kwargs)
-        self._check_inputs(layer, arguments.tensors)
+        layer.check_inputs(arguments.tensors, self.device)
         if layer is self._first_block:
             self.report.see(arguments.tensors[0])
         keep_graph = run is not None and run.keeps_graph
@@ -208,7 +208,7 @@ class Engine:
 
     def _call_without_graph(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        self._check_inputs(layer, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        layer.check_inputs([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], self.device)
         with self.visit(layer) as params:
             with layer.bound(params), setting_attributes(layer.own_modules) as attributes, self.in_model(layer):
                 result = layer.run(args, kwargs)
@@ -392,11 +392,3 @@ class Engine:
     def close(self) -> None:
         """End the lanes. The model cannot be used afterwards."""
         self.transport.close()
-
-    def _check_inputs(self, layer: StreamedLayer, tensors: list[torch.Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.device.type != self.device.type and tensor.dim() > 0:
-                raise UserError(
-                    f"{layer.name} got a tensor on {tensor.device}, and layers run on {self.device}: "
-                    "move the batch with .to(model.device)"
-                )

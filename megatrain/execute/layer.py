@@ -75,6 +75,15 @@ class StreamedLayer:
         """Of the parameter that the layer's own module holds under this name."""
         return next((field for owner, name, field in self._places if (owner, name) == (self.module, attribute)), None)
 
+    def check_inputs(self, tensors: list[torch.Tensor], device: torch.device) -> None:
+        """Raises UserError where a tensor is not on the device that layers run on."""
+        for tensor in tensors:
+            if tensor.device.type != device.type and tensor.dim() > 0:
+                raise UserError(
+                    f"{self.name} got a tensor on {tensor.device}, and layers run on {device}: "
+                    "move the batch with .to(model.device)"
+                )
+
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward that the module's authors wrote. Enter with weights bound."""
         return self.forward(self.module, *args, **kwargs)
