@@ -44,6 +44,9 @@ class DiskMemory:
         self.num_exposures = 0
         """How often somebody may have changed what is here: what was read ahead before is of no use."""
 
+        self.num_given_back = 0
+        """How many extents nobody maps any more: an address of theirs may be another's by now."""
+
         self._is_exposed = False
         self._checks: DiskChecks | None = None
         self._store: DiskStore | None = None
@@ -144,6 +147,7 @@ class DiskMemory:
         while self._dropped:
             position = self._extents.index(self._dropped.popleft())
             del self._starts[position], self._extents[position]
+            self.num_given_back += 1
 
     @property
     def store(self) -> DiskStore:

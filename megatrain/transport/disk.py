@@ -6,6 +6,7 @@
 Both go past the page cache. Invariants: a slot is filled again only when its last write is over; bytes are read only
 when no write of them is under way; what was read ahead is dropped when somebody else may have changed it since the
 last update was queued (`DiskMemory.expose`). So no result depends on the number of slots or on what was predicted.
+A piece is known by its extents, never by addresses: memory that was given back is taken again by another optimizer.
 A read that fails is raised by `open`, and nothing is written then; a write that fails tears its home (`Home.tear`).
 """
 
@@ -34,20 +35,30 @@ from megatrain.transport.recorder import Recorder
 from megatrain.transport.ring import Loan, SlabRing
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Range:
-    """Whole pages of an extent that a tensor lies in."""
+    """Whole pages of an extent that a tensor lies in. It keeps no extent alive; one that is gone equals no other."""
 
-    extent: Extent
+    reference: weakref.ref[Extent]
     start: int
     stop: int
 
+    @property
+    def is_there(self) -> bool:
+        return self.reference() is not None
+
+    @property
+    def extent(self) -> Extent:
+        extent = self.reference()
+        assert extent is not None, "whoever opens a piece holds its tensors, and they the extent"
+        return extent
+
     def overlaps(self, other: _Range) -> bool:
-        return self.extent is other.extent and self.start < other.stop and other.start < self.stop
+        return self.reference == other.reference and self.start < other.stop and other.start < self.stop
 
 
-Key = tuple[tuple[int, int], ...]
-"""Of a piece: address and bytes of each of its tensors on disk."""
+Key = tuple[_Range, ...]
+"""Of a piece: where its tensors on disk lie, but for what is fresh."""
 
 
 @dataclass(eq=False)
@@ -123,9 +134,9 @@ class DiskWindow:
         self._ahead: dict[Key, _Slot] = {}
         self._open: _Slot | None = None
         self._owner: Home | None = None
-        self._ranges: dict[Key, list[_Range]] = {}
         self._names: dict[Key, str] = {}
-        """Of the home of each."""
+        """Of the home of each piece that was opened."""
+        self._num_given_back = disk.num_given_back
 
     def open(self, home: Home, tensors: Sequence[torch.Tensor], fresh: torch.Tensor) -> list[torch.Tensor]:
         """The tensors, those on disk as views of a slot with what is there. They end with `close` or `abandon`.
@@ -142,27 +153,28 @@ class DiskWindow:
                 ranges[number] = _pages(tensor, *where)
         if not ranges:
             return list(tensors)
+        self._forget_given_back()
         last = {number: of for number, of in ranges.items() if tensors[number] is fresh}
         first = {number: of for number, of in ranges.items() if number not in last}
-        key = tuple((tensors[number].data_ptr(), tensors[number].nbytes) for number in first)
-        self._ranges[key], self._names[key] = list(first.values()), home.name
+        key = tuple(first.values())
+        self._names[key] = home.name
         self.predictor.observe(key)
         was_ahead = key in self._ahead
         try:
-            slot = self._arrived(home, key, list(first.values()), list(last.values()))
+            slot = self._arrived(home, key, list(last.values()))
         except (DiskError, CorruptionError):
             if not was_ahead:
                 raise
-            slot = self._arrived(home, key, list(first.values()), list(last.values()))
+            slot = self._arrived(home, key, list(last.values()))
         parts = dict(zip((*first, *last), slot.parts(), strict=True))
         return [
             _view(parts[number], tensor, tensor.data_ptr() % PAGE_BYTES) if number in parts else tensor
             for number, tensor in enumerate(tensors)
         ]
 
-    def _arrived(self, home: Home, key: Key, first: list[_Range], last: list[_Range]) -> _Slot:
+    def _arrived(self, home: Home, key: Key, last: list[_Range]) -> _Slot:
         """The open slot, with all that is read into it."""
-        slot = self._open = self._take(key, first)
+        slot = self._open = self._take(key)
         self._owner, slot.is_open = home, True
         try:
             self._read(slot, last, home.name)
@@ -222,11 +234,23 @@ class DiskWindow:
             if not slot.is_ahead:
                 slot.wait()
 
-    def _take(self, key: Key, ranges: list[_Range]) -> _Slot:
+    def _forget_given_back(self) -> None:
+        """Pieces of extents that nobody holds any more."""
+        if self._disk.num_given_back == self._num_given_back:
+            return
+        self._num_given_back = self._disk.num_given_back
+        gone = {key for key in self._names if not _is_there(key)}
+        for key in gone:
+            del self._names[key]
+            if key in self._ahead:
+                self._drop(key)
+        self.predictor.forget_items(gone)
+
+    def _take(self, key: Key) -> _Slot:
         """A slot into which the ranges are read, or were."""
         slot = self._drop(key) if key in self._ahead else None
         # What shares pages with this piece, which is about to change, was read too early.
-        for other in [other for other, ahead in self._ahead.items() if ahead.overlaps(ranges)]:
+        for other in [other for other, ahead in self._ahead.items() if ahead.overlaps(key)]:
             self._drop(other)
         if slot is not None and slot.num_exposures == self._disk.num_exposures:
             return slot
@@ -234,27 +258,24 @@ class DiskWindow:
         slot = slot or self._free() or self._drop(next(reversed(self._ahead)))
         self._empty(slot)
         for other in self._slots:
-            if other is not slot and not other.is_ahead and other.overlaps(ranges):
+            if other is not slot and not other.is_ahead and other.overlaps(key):
                 other.wait()
-        self._read(slot, ranges, self._names[key])
-        slot.num_written = len(ranges)
+        self._read(slot, key, self._names[key])
+        slot.num_written = len(key)
         return slot
 
     def _read_ahead(self) -> None:
         for key in self.predictor.predict(len(self._slots) - 1):
             if key in self._ahead:
                 continue
-            ranges = self._ranges[key]
+            if not _is_there(key):
+                return  # given back since the last piece was opened
             slot = self._free()
-            if (
-                slot is None
-                or not slot.is_idle
-                or any(other.overlaps(ranges) for other in self._slots if other.is_busy)
-            ):
+            if slot is None or not slot.is_idle or any(other.overlaps(key) for other in self._slots if other.is_busy):
                 return
             self._empty(slot)
-            self._read(slot, ranges, self._names[key])
-            slot.num_written, slot.is_ahead = len(ranges), True
+            self._read(slot, key, self._names[key])
+            slot.num_written, slot.is_ahead = len(key), True
             self._ahead[key] = slot
 
     def _drop(self, key: Key) -> _Slot:
@@ -272,7 +293,7 @@ class DiskWindow:
         slot.wait()
         slot.ranges, slot.num_exposures = [], self._disk.num_exposures
 
-    def _read(self, slot: _Slot, ranges: list[_Range], name: str) -> None:
+    def _read(self, slot: _Slot, ranges: Sequence[_Range], name: str) -> None:
         """Also read these into the slot. name: of their home."""
         num_before = len(slot.ranges)
         slot.ranges = [*slot.ranges, *ranges]
@@ -326,9 +347,13 @@ def _judge(home_ref: weakref.ref[Home], write: Fence) -> None:
             home.tear(error)
 
 
+def _is_there(key: Key) -> bool:
+    return all(of.is_there for of in key)
+
+
 def _pages(tensor: torch.Tensor, extent: Extent, offset: int) -> _Range:
     start = offset - offset % PAGE_BYTES
-    return _Range(extent, start, round_up(offset + tensor.nbytes, PAGE_BYTES))
+    return _Range(weakref.ref(extent), start, round_up(offset + tensor.nbytes, PAGE_BYTES))
 
 
 def _view(memory: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:

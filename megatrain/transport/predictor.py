@@ -8,7 +8,7 @@ has changed for good is learned at its second visit. Pure bookkeeping.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -47,6 +47,18 @@ class Predictor(Generic[Item]):
         """The order is another one from now on."""
         self._after.clear()
         self._previous = self._current = None
+
+    def forget_items(self, gone: Set[Item]) -> None:
+        """These are never visited again."""
+        if not gone:
+            return
+        self._after = {
+            context: following
+            for context, following in self._after.items()
+            if following.item not in gone and gone.isdisjoint(context)
+        }
+        if self._previous in gone or self._current in gone:
+            self._previous = self._current = None
 
     def observe(self, item: Item) -> None:
         """A visit of `item` starts. Repeated visits of the same item count once."""
