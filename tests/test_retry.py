@@ -17,6 +17,7 @@ import megatrain as mt
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.execute.engine import engine_of
+from megatrain.execute.retry import _Start
 from megatrain.optim.base import HomeOptimizer
 
 ROOM = StreamOptions(activation_bytes=10**9)
@@ -212,3 +213,15 @@ def test_buffers_that_have_changed_are_not_changed_again() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         mt.accumulate(model, [{"x": torch.randn(4, 8)}], lambda loss, _: loss)
     block.linear.forward = plain
+
+
+def test_a_buffer_in_the_place_of_another_has_changed_whatever_its_id() -> None:
+    """Ids of those that are gone come again: while a try lasts, none of its first buffers goes."""
+    model, _ = started(ROOM)
+    module = engine_of(model).layers[1].modules[0]
+    module.register_buffer("mean", torch.zeros(4), persistent=False)
+    first = weakref.ref(module.mean)
+    start = _Start(engine_of(model))
+    assert start.obstacle() == ""
+    module.mean = module.mean + 1
+    assert "changed buffers" in start.obstacle() and first() is not None

@@ -140,7 +140,7 @@ class _Start:
             return 'updates have run in its backward (clip="layer")'
         if engine.transport.counters.num_drains > self._num_drains and self._had_gradients:
             return "it has added to gradients that were there before (call optimizer.zero_grad() between steps)"
-        if self._versions() != self._buffers:
+        if self._have_buffers_changed():
             return "it has changed buffers of its blocks (running statistics of a batch norm?)"
         return ""
 
@@ -157,8 +157,16 @@ class _Start:
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random, engine.device)
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Of all buffers inside layers: blocks may change theirs in a forward (running statistics)."""
+    def _have_buffers_changed(self) -> bool:
+        now = self._versions()
+        same = (
+            new is old and version == before for (new, version), (old, before) in zip(now, self._buffers, strict=False)
+        )
+        return len(now) != len(self._buffers) or not all(same)
+
+    def _versions(self) -> list[tuple[torch.Tensor, int]]:
+        """Of all buffers inside layers: blocks may change theirs in a forward (running statistics). The buffers
+        themselves, not their ids: one that a block puts in the place of another may get the id of one that is gone."""
         modules = [module for layer in self._engine.layers for module in layer.modules]
         buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
+        return [(buffer, 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
