@@ -87,7 +87,7 @@ def _moot(note: str, check: Check = ANY) -> Row:
 
 _ONE_PROCESS = "one process, one device: nothing to distribute"
 _SCRIPT_FLAG = "a flag for scripts; transformers.Trainer does not read it either"
-_RECOMPUTE = "every streamed layer is recomputed in the backward already, so both values mean the same"
+_RECOMPUTE = "the plan says which layers keep what they compute and which recompute it, so both values mean the same"
 _SHARDING = "weights are sharded over time, not over devices"
 _PRECISION = "bf16=True, or megatrain.init(precision='fp32' or 'bf16')"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatrain.base.units import format_bytes
 from megatrain.execute.report import say_on_a_line_of_its_own
-from megatrain.plan.planner import Plan
+from megatrain.plan.outcome import Plan
 from megatrain.save.pause import PauseMeter, predicted_pause
 from megatrain.save.saving import Saving
 

@@ -14,8 +14,8 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.dropped import collect_dropped
 from megatrain.leaving import LeavingWeights
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import RAM
-from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement, check_device_memory, disk_bytes, host_bytes, plan_placement
 from megatrain.plan.timeline import PROCESS_BYTES
 from megatrain.plan.workload import Workload

@@ -21,8 +21,9 @@ from megatrain.plan.calibrate import Measured, calibrated
 from megatrain.plan.explain import describe
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import nearest_machine
+from megatrain.plan.outcome import DEVICE_MARGIN, Plan
 from megatrain.plan.placement import HBM_TIER, RAM
-from megatrain.plan.planner import DEVICE_MARGIN, Plan, Planner
+from megatrain.plan.planner import Planner
 from megatrain.plan.remedies import plan
 from megatrain.plan.replan import WORTH_A_CHANGE, Change, Spare, better_choice
 from megatrain.plan.rows import NUM_UPDATE_SLOTS, UPDATE_SLOT_BYTES
@@ -63,14 +64,16 @@ def predict_run(engine: Engine, spec: ModelSpec, workload: Workload) -> Plan | N
         )
     except UserError:
         return None
-    return planner.plan_of(
-        Choice(
-            rows=workload.rows or workload.num_sequences,
-            num_slots=placement.options.num_slots,
-            places=tuple(placement.places[home] for home in placement.plans),
-            activation_bytes=min(engine.activations.budget_bytes, planner.maker.input_bytes),
-        )
+    choice = Choice(
+        rows=workload.rows or workload.num_sequences,
+        num_slots=placement.options.num_slots,
+        places=tuple(placement.places[home] for home in placement.plans),
+        activation_bytes=engine.activations.budget_bytes,
+        kept=len(placement.options.kept_layers),
+        group=placement.options.micro_batches_a_visit,
     )
+    input_bytes = planner.maker.input_bytes(choice)
+    return planner.plan_of(dataclasses.replace(choice, activation_bytes=min(choice.activation_bytes, input_bytes)))
 
 
 def learn(plan: Plan, measured: Measured) -> str:
@@ -152,6 +155,9 @@ def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
         places=dict(zip(names, plan.choice.places, strict=True)),
         num_slots=plan.choice.num_slots,
         activation_bytes=activation_bytes,
+        kept_layers=tuple(plan.spec.layers[index].name for index in plan.choice.kept_layers(plan.spec)),
+        kept_bytes=plan.kept_bytes,
+        micro_batches_a_visit=plan.choice.group,
         room_bytes=plan.timeline.rooms[RAM],
         device_room_bytes=plan.timeline.rooms.get(HBM_TIER),
         num_update_slots=NUM_UPDATE_SLOTS + max(0, spare_bytes) // UPDATE_SLOT_BYTES,

@@ -18,7 +18,8 @@ from megatrain.execute.engine import engine_of
 from megatrain.plan.calibrate import Measured, calibrated
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import H200
-from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.outcome import Plan
+from megatrain.plan.planner import Planner
 from megatrain.plan.workload import Workload
 from megatrain.probe.measure import save_machine
 from megatrain.run_plan import learn

@@ -13,8 +13,9 @@ from megatrain import run_plan
 from megatrain.base.config import Config
 from megatrain.base.units import GIB
 from megatrain.execute.engine import engine_of
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, HBM, STAGING_BYTES, STREAM
-from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.planner import Planner
 from megatrain.plan.replan import WORTH_A_CHANGE, Change, Spare, better_choice
 from megatrain.plan.workload import Workload
 

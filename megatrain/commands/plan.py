@@ -23,7 +23,7 @@ from megatrain.commands.plan_tables import TIER_TITLES, print_plan
 
 if TYPE_CHECKING:
     from megatrain.plan.machine import Machine
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.outcome import Plan
     from megatrain.plan.what_if import Question, WhatIf
     from megatrain.plan.workload import Workload
     from megatrain.planning import OutlinedModel

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from megatrain.plan.planner import Plan
+    from megatrain.plan.outcome import Plan
     from megatrain.plan.what_if import WhatIf
 
 

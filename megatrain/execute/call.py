@@ -22,17 +22,16 @@ from megatrain.execute.attributes import OwnAttributes, set_attributes, setting_
 from megatrain.execute.capture import publish, recording
 from megatrain.execute.containers import Contents, Filling, Taker, contents, is_cache, is_same
 from megatrain.execute.context import CallContext, without_saved_tensor_hooks
+from megatrain.execute.insides import POISON, Insides
 from megatrain.execute.layer import StreamedLayer, Views
+from megatrain.execute.layer_graph import Gradients, LayerGraph, has_nan
 from megatrain.execute.leaves import num_uses
 from megatrain.execute.parameters import HomeParameter
 from megatrain.execute.passes import Use, wants_gradient
-from megatrain.spec.layout import Field
 
 if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
-
-Gradients = list[tuple[Field, torch.Tensor]]
-
+    from megatrain.execute.runs import Run
 
 # By tensor and not on it: a tensor with attributes is pickled with them.
 _alias_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -52,19 +51,12 @@ class Arguments:
         self.tensors = [t.fetch() if isinstance(t, HomeParameter) else t for t in taker.tensors]
 
 
-class KeptGraph:
-    """The graph of a call whose backward comes while its weights are still in the slot."""
-
-    def __init__(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], params: Views) -> None:
-        self.outputs, self.inputs, self.params = outputs, inputs, params
-
-
 class Call:
     """
     Args:
         recorded_keys: what the running forward records from inside the layer.
-        keep_graph: keep the forward's graph in `kept`. The caller promises to run the backward before the slot is
-            refilled, or to drop it.
+        run: the micro-batch that makes the call. If it keeps graphs, the forward's is in `kept`; whoever runs it
+            promises to run the backward before the slot is refilled, or to drop it.
     """
 
     def __init__(
@@ -74,7 +66,7 @@ class Call:
         arguments: Arguments,
         *,
         recorded_keys: tuple[str, ...],
-        keep_graph: bool,
+        run: Run | None,
     ) -> None:
         self._arguments = arguments.pattern
         self._mutable, self._live = arguments.nodes, arguments.containers
@@ -93,12 +85,13 @@ class Call:
         self.recorded_keys = recorded_keys
         self.context = CallContext(layer.modules, engine.device)
         self.use: Use = engine.passes.use(layer.home)
-        self.micro_batch: int | None = None
+        self.micro_batch = None if run is None else run.number
         self._version = layer.home.version
         # As in plain autograd, what was frozen in the forward gets no gradient.
         self.trained = layer.trainable_fields()
-        self.keep_graph = keep_graph
-        self.kept: KeptGraph | None = None
+        self.keep_graph = run is not None and run.keeps_graph
+        self._insides = None if self.keep_graph else engine.insides.offer(layer, self.tensors)
+        self.kept: LayerGraph | None = None
         self.is_differentiable: list[bool] = []
         self._num_results = 0
         self._changed: list[int] = []
@@ -109,22 +102,26 @@ class Call:
         """Run the layer. Returns the tensors of its result, of what was recorded, of attributes and of containers that
         it changed, and behind these an alias without bytes for each shared input (see `publish`)."""
         versions = [tensor._version for tensor in self.tensors]
-        has_graph = self.keep_graph or self._looks_at_graph()
+        insides, self._insides = self._insides, None
+        has_graph = self.keep_graph or insides is not None or self._looks_at_graph()
         inputs = self._detached(self.tensors, requires_grad=has_graph)
         if has_graph:
             self._guard(inputs, params)
-        with self._graph_mode(has_graph):
+        with self._graph_mode(has_graph, None if insides is None else insides.saving(params)):
             results = self._run(inputs, params, is_recomputation=False)
         if [tensor._version for tensor in self.tensors] != versions:
             raise UserError(_in_place(self.layer.name))
         self._num_results = len(results)
         self._shared = self._find_shared(results, inputs, params, has_graph=has_graph)
         shared = [inputs[index] for index in self._shared]
-        if self.keep_graph:
-            self.kept = KeptGraph([*results, *shared], inputs, params)
         self.is_differentiable = [r.requires_grad if has_graph else r.is_floating_point() for r in results]
         self.is_differentiable += [True] * len(shared)
         outputs = [copied(result) if params.hold(result) else result.detach() for result in results]
+        if insides is not None or self.keep_graph:
+            self.kept = LayerGraph([*results, *shared], inputs, params, insides)
+        if insides is not None:
+            insides.settle(self.kept.outputs)
+            self._try_keeping(params)
         return (*outputs, *(s.new_empty(()).expand(s.shape).detach() for s in shared))
 
     def publish(self, outputs: Sequence[torch.Tensor], own: OwnAttributes | None) -> Any:
@@ -166,26 +163,19 @@ class Call:
             grads: one a tensor output, in the order of `forward`.
         """
         self.check_version()
-        graph = self.kept or self._recompute(params, tensors)
+        graph = self.kept if self.kept is not None and self.kept.is_sound else self._recompute(params, tensors)
         if wants_weights:
-            self.kept = None
-        inputs = [tensor for tensor in graph.inputs if tensor.requires_grad]
+            self.drop_kept()
         # As in plain autograd, what was frozen since the forward gets none.
         fields = [field for field in self.trained if wants_weights and self.layer.home.trainable[field]]
-        trained = [(field, graph.params[field]) for field in fields]
-        roots = [(o, g) for o, g in zip(graph.outputs, grads, strict=True) if g is not None and o.requires_grad]
-        wanted = [*inputs, *(param for _, param in trained)]
-        if not roots or not wanted:
-            return [None] * len(graph.inputs), []
-        outputs, of_outputs = [o for o, _ in roots], [g for _, g in roots]
-        is_kept = self.kept is not None
         with self.engine.in_model(self.layer, "autograd"):
-            found = torch.autograd.grad(outputs, wanted, of_outputs, allow_unused=True, retain_graph=is_kept)
-        of_params = found[len(inputs) :]
-        of_inputs = iter(found[: len(inputs)])
-        input_grads = [next(of_inputs) if tensor.requires_grad else None for tensor in graph.inputs]
-        param_grads = [(field, g) for (field, _), g in zip(trained, of_params, strict=True) if g is not None]
-        return input_grads, param_grads
+            return graph.gradients(params, grads, fields, retain_graph=self.kept is not None)
+
+    def drop_kept(self) -> None:
+        """The graph that the forward kept is used up, or of no use."""
+        if self.kept is not None:
+            self.kept.drop()
+        self.kept = None
 
     def check_version(self) -> None:
         """Raises UserError where the weights are not those of the forward."""
@@ -202,13 +192,33 @@ class Call:
         of_shared = dict(zip(self._shared, grads[self._num_results :], strict=True))
         return [of_shared.get(index) for index in range(len(self.needs_grad))]
 
-    def _recompute(self, params: Views, tensors: Sequence[torch.Tensor]) -> KeptGraph:
+    def _recompute(self, params: Views, tensors: Sequence[torch.Tensor], insides: Insides | None = None) -> LayerGraph:
+        """insides: for a backward on other weights than `params`."""
         inputs = self._detached(tensors, requires_grad=True)
-        with self.context.restored(), torch.enable_grad():
+        saving = contextlib.nullcontext() if insides is None else insides.saving(params)
+        with self.context.restored(), torch.enable_grad(), saving:
             results = self._run(inputs, params, is_recomputation=True)
         # Each time: a layer may come to use a foreign tensor later, and a GPU's or compiled forward shows no graph.
         num_uses(self.layer.name, results, inputs, list(params.values()))
-        return KeptGraph([*results, *(inputs[index] for index in self._shared)], inputs, params)
+        return LayerGraph([*results, *(inputs[index] for index in self._shared)], inputs, params, insides)
+
+    def _try_keeping(self, params: Views) -> None:
+        """Behind a forward whose graph is kept: see whether that may be (`execute/insides.py`), if it is not known."""
+        store = self.engine.insides
+        if store.is_tried(self.layer):
+            return
+        copy = self.layer.views(params.weights.clone())
+        graph = self._recompute(copy, self.tensors, Insides(store, self.layer.name, self.tensors))
+        copy.weights.fill_(POISON)
+        grads = [torch.ones_like(output) if output.requires_grad else None for output in graph.outputs]
+        is_fit = not has_nan(graph.gradients(params, grads, self.trained, retain_graph=False))
+        if not is_fit:
+            # Perhaps they are the model's own.
+            truth = self._recompute(params, self.tensors)
+            is_fit = has_nan(truth.gradients(params, grads, self.trained, retain_graph=False))
+        store.judge(self.layer, is_fit=is_fit)
+        if not is_fit:
+            self.drop_kept()
 
     def _looks_at_graph(self) -> bool:
         """Whether the forward runs in grad mode though its graph is dropped.
@@ -288,17 +298,19 @@ class Call:
         params.is_guarded = True
 
     @contextlib.contextmanager
-    def _graph_mode(self, has_graph: bool) -> Iterator[None]:
+    def _graph_mode(
+        self, has_graph: bool, saving: contextlib.AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
         """Around a forward. It runs in grad mode, as it would in plain PyTorch (which picks kernels by it), but unless
-        the graph is kept, what it saves for a backward is dropped at once."""
+        the graph is kept, what it saves for a backward is dropped at once.
+
+        saving: what becomes of it where it is kept beyond the visit.
+        """
         if not has_graph:
             with torch.no_grad():
                 yield
             return
-        refuse = functools.partial(_refuse_backward, self.layer.name)
-        dropping = torch.autograd.graph.saved_tensors_hooks(_drop, refuse)
-        # A checkpoint around the layer must not see what a kept graph saves: its own recomputation keeps none.
-        with torch.enable_grad(), without_saved_tensor_hooks() if self.keep_graph else dropping:
+        with torch.enable_grad(), saving or self._dropping():
             try:
                 yield
             except RuntimeError as error:
@@ -308,6 +320,13 @@ class Call:
         if torch.is_autocast_enabled(self.engine.device.type):
             # It would keep a cast copy of every layer's weights.
             torch.clear_autocast_cache()
+
+    def _dropping(self) -> contextlib.AbstractContextManager[None]:
+        if self.keep_graph:
+            # A checkpoint around the layer must not see what a kept graph saves: its own recomputation keeps none.
+            return without_saved_tensor_hooks()
+        refuse = functools.partial(_refuse_backward, self.layer.name)
+        return torch.autograd.graph.saved_tensors_hooks(_drop, refuse)
 
 
 class LayerFunction(torch.autograd.Function):
@@ -321,9 +340,9 @@ class LayerFunction(torch.autograd.Function):
             outputs = call.forward(params)
         ctx.call = call
         # An input that gets a gradient is a boundary activation, and is stored; masks and such are shared.
-        # A call whose graph is kept has its backward at once.
+        # A call whose graph is kept has its backward at once, or holds its inputs itself.
         keep = functools.partial(call.engine.activations.keep, name=call.layer.name)
-        may_go = [needs and not call.keep_graph for needs in call.needs_grad]
+        may_go = [needs and call.kept is None for needs in call.needs_grad]
         ctx.boundaries = [keep(tensor) if may else None for tensor, may in zip(tensors, may_go, strict=True)]
         is_stored = [boundary is not None and boundary.is_stored for boundary in ctx.boundaries]
         ctx.save_for_backward(*(None if stored else t for t, stored in zip(tensors, is_stored, strict=True)))

@@ -23,8 +23,8 @@ import torch
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_bytes, format_number
 from megatrain.plan.calibrate import Measured
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import HBM, STREAM, Place
-from megatrain.plan.planner import Plan
 from megatrain.plan.replan import Change
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from megatrain.execute.capture import recorded_so_far, recording_keys
 from megatrain.execute.changes import StepChanges
 from megatrain.execute.fetch import Fetcher
 from megatrain.execute.first_line import describe_run
+from megatrain.execute.insides import InsidesStore
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.logits import logits_later
 from megatrain.execute.mover import HomeMover
@@ -36,11 +37,11 @@ from megatrain.execute.passes import Passes
 from megatrain.execute.report import RunReport, run_stats
 from megatrain.execute.retry import accumulate_with_room
 from megatrain.execute.runs import Run, current_run
-from megatrain.execute.templates import compile_templates
+from megatrain.execute.templates import compile_templates, kinds_of
 from megatrain.execute.transports import make_transport
 from megatrain.execute.visits import Visits, told_to_recorder
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import HBM_TIER, RAM
-from megatrain.plan.planner import Plan
 from megatrain.plan.rows import Placement
 from megatrain.spec.homes import Formats
 from megatrain.spec.layout import Field
@@ -134,6 +135,7 @@ class Engine:
             send=self.transport.send,
             bring=self.transport.bring,
         )
+        self.insides = InsidesStore(kinds_of(layers, self.options.kept_layers), self.options.kept_bytes)
         self.fetcher = Fetcher(self, resident)
         self.is_collecting = False
         self.measure_updates = False
@@ -195,9 +197,7 @@ class Engine:
         layer.check_inputs(arguments.tensors, self.device)
         if layer is self._first_block:
             self.report.see(arguments.tensors[0])
-        keep_graph = run is not None and run.keeps_graph
-        call = make(self, layer, arguments, recorded_keys=recording_keys(), keep_graph=keep_graph)
-        call.micro_batch = None if run is None else run.number
+        call = make(self, layer, arguments, recorded_keys=recording_keys(), run=run)
         anchor = self._anchor if layer.trainable_fields() else self._anchor.detach()
         outputs = LayerFunction.apply(call, anchor, *call.edges)
         if run is not None:

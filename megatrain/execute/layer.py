@@ -33,6 +33,7 @@ class Views(dict[Field, torch.Tensor]):
         self.is_guarded = False
         """`call.py` has made sure that no backward but its own reaches them."""
 
+        self.weights = weights
         self._storage = _storage(weights)
 
     def hold(self, tensor: torch.Tensor) -> bool:

@@ -280,7 +280,7 @@ class _StepsCall(Call):
     """A head's call and the steps behind it, of which only the backward runs."""
 
     def __init__(self, head: _Head, hidden: torch.Tensor, steps: tuple[Step, ...]) -> None:
-        super().__init__(head.engine, head.layer, Arguments((hidden,), {}), recorded_keys=(), keep_graph=False)
+        super().__init__(head.engine, head.layer, Arguments((hidden,), {}), recorded_keys=(), run=None)
         self._num_results = 1
         self._steps = steps
 

@@ -15,8 +15,8 @@ import torch
 
 from megatrain.base.units import format_bytes, format_number
 from megatrain.plan.calibrate import Measured
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
-from megatrain.plan.planner import Plan
 from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
 

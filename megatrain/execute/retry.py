@@ -1,5 +1,6 @@
 """A step that the device's memory did not hold is done again with less kept there: first without what the run itself
-has moved there (`execute/changes.py`), then with half of the inputs of layers, then with all of them in host memory.
+has moved there (`execute/changes.py`), then without what layers compute inside, then with half of the inputs of layers,
+then with all of them in host memory.
 
 Rule: the result is that of a step that went through at once, bit for bit: random numbers are drawn again from where
 they were, and nothing that a failed try left behind counts. Where that cannot be (gradients were added to earlier
@@ -90,7 +91,10 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _keep_less(engine: Engine) -> bool:
-    """Keep fewer inputs of layers on the device from now on, and say so. False: none is kept there already."""
+    """Keep less of layers on the device from now on, and say so. False: nothing is kept there already."""
+    if engine.insides.reduce():
+        _say_slower(engine, "every layer is computed again in the backward")
+        return True
     activations = engine.activations
     if activations.budget_bytes == 0:
         return False
@@ -102,14 +106,18 @@ def _keep_less(engine: Engine) -> bool:
         # What was planned for them there is for whatever needs it now.
         activations.reduce(0)
         what = "all inputs of layers wait"
+    _say_slower(engine, f"{what} in host memory for the backward")
+    return True
+
+
+def _say_slower(engine: Engine, what: str) -> None:
     _empty_cache(engine)
     logger.warning(
-        "the device's memory did not hold this step, which is done again: from now on %s in host memory for the "
-        "backward, which is slower. What helps: smaller micro-batches, more of them; %s",
+        "the device's memory did not hold this step, which is done again: from now on %s, which is slower. What "
+        "helps: smaller micro-batches, more of them; %s",
         what,
         REMEDIES,
     )
-    return True
 
 
 def _empty_cache(engine: Engine) -> None:

@@ -9,6 +9,9 @@ have come to the layer; then all run it in one visit. The order makes every sum 
   same visit: the logits of one micro-batch live at a time. What this loss sends to other layers (the auxiliary loss of
   a router, a hidden state) waits at their outputs: it is a root of the one backward that follows (see `above`).
 
+Where the options say so, a few micro-batches at a time have their forward and backward (`micro_batches_a_visit`), and
+the sums of their gradients stay on the device until the last of them: more visits, less that waits for a backward.
+
 Rule: the order of sums does not depend on slots, lanes or timing. What it gives up: where one micro-batch visits a
 parameter more than once (tied weights, a layer called twice), its parts are added in another order than in plain
 accumulation: equal to rounding, not bit for bit. So is a step whose last layer is not the last of the step before.
@@ -116,7 +119,7 @@ class Run(greenlet.greenlet):
         """Called from inside: `call` is part of this micro-batch's graph."""
         differentiable = [output for output in outputs if output.requires_grad]
         self.hooks += map(hooks_of, differentiable)
-        if call.kept is not None and differentiable:
+        if call.keep_graph and call.kept is not None and differentiable:
             edge = torch.autograd.graph.get_gradient_edge
             of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
             self.kept.append(_Kept(call, differentiable[0].grad_fn, of_inputs))
@@ -171,11 +174,17 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
     after = torch.get_rng_state()
     pairs = zip(thunks, seeds, strict=True)
     runs = [Run(engine, thunk, seed, number) for number, (thunk, seed) in enumerate(pairs)]
+    size = engine.options.micro_batches_a_visit or len(runs)
+    groups = [runs[start : start + size] for start in range(0, len(runs), size)]
+    losses: list[torch.Tensor] = []
     try:
         engine.passes.hold()
-        roots, losses = _forward(engine, runs)
-        engine.passes.release()
-        _backward(roots)
+        for group in groups:
+            roots, of_group = _forward(engine, group)
+            losses += of_group
+            if group is groups[-1]:
+                engine.passes.release()
+            _backward(engine, roots)
         engine.passes.end()
         runs[-1].attributes.enter()
         # Seeds that nobody used, and nothing else was drawn: as after plain training, for whoever draws next (an order
@@ -280,9 +289,15 @@ def _kept_backward(engine: Engine, kept: _Kept, found: Roots) -> Roots:
     return [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
 
 
-def _backward(roots: Roots) -> None:
-    if roots:
+def _backward(engine: Engine, roots: Roots) -> None:
+    """Of what is left of a group's graph, down from its layers."""
+    if not roots:
+        return
+    engine.is_collecting = True
+    try:
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+    finally:
+        engine.is_collecting = False
 
 
 def _describe(value: object) -> str:

@@ -8,12 +8,13 @@ its list is not behaviour.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatrain.base.errors import UserError
 from megatrain.execute.layer import StreamedLayer
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -47,6 +48,18 @@ def group_templates(layers: list[StreamedLayer]) -> dict[Hashable, list[Streamed
         for layer in members:
             groups.setdefault(signature(layer, positional), []).append(layer)
     return groups
+
+
+def kinds_of(layers: list[StreamedLayer], names: Collection[str]) -> dict[str, int]:
+    """Of the blocks of these names: those of one kind, a number, run the same code. Raises UserError for others."""
+    if not names:
+        return {}
+    groups = group_templates(layers).values()
+    kinds = {layer.name: number for number, members in enumerate(groups) for layer in members}
+    unknown = [name for name in names if name not in kinds]
+    if unknown:
+        raise UserError(f"kept_layers: {unknown[0]!r} is no block of this model: its blocks are {', '.join(kinds)}")
+    return {name: kinds[name] for name in names}
 
 
 def compile_templates(layers: list[StreamedLayer]) -> None:

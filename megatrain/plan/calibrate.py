@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatrain.plan.machine import Machine
-from megatrain.plan.planner import Plan
+from megatrain.plan.outcome import Plan
 from megatrain.plan.simulate import COMPUTE, CPU_LANE
 
 MOST = 2.0

@@ -69,6 +69,9 @@ class VisitCost:
     forward: float
     backward: float
     """With recomputation; 0 for a head, whose backward is in the same visit."""
+    kept_forward: float
+    kept_backward: float
+    """Of a layer that keeps what it computes inside."""
 
 
 def visit_cost(
@@ -80,7 +83,7 @@ def visit_cost(
     sums = num_micro * SUM_TRAFFIC_BYTES * home.numel / machine.hbm_bytes_per_second
     if layer.kind == "embedding":
         looked_up = 4 * compute_bytes(spec) * spec.hidden_size * tokens / machine.hbm_bytes_per_second
-        return VisitCost(forward=looked_up, backward=looked_up + sums)
+        return _always(forward=looked_up, backward=looked_up + sums)
     rate = machine.matmul_flops_per_second if spec.formats.precision == "bf16" else machine.fp32_flops_per_second
     products = 2 * layer.matrix_parameters * tokens / rate
     weights = wire_bytes(home.fields) / machine.hbm_bytes_per_second
@@ -91,7 +94,7 @@ def visit_cost(
         # Each piece adds to a sum of the micro-batch; that is scaled, and added to the sum of the pass.
         sums *= 1 if num_pieces == 1 else num_pieces + 2
         of_pieces = num_micro * num_pieces * (3 * weights + launches)
-        return VisitCost(forward=3 * products + of_pieces + logits + sums, backward=0.0)
+        return _always(forward=3 * products + of_pieces + logits + sums, backward=0.0)
     weights *= num_micro
     attention = 0.0
     if layer.attention is not None:
@@ -100,9 +103,13 @@ def visit_cost(
     passing = activation_bytes(spec, layer, compiled=False) * tokens / machine.hbm_bytes_per_second
     forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
     backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
+    # Compiled code that keeps nothing writes nothing.
+    written = COMPILED_ACTIVATIONS * passing if compiled else 0.0
     return VisitCost(
         forward=forward + num_micro * FORWARD_LAUNCH_SECONDS,
         backward=forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS,
+        kept_forward=forward + written + num_micro * FORWARD_LAUNCH_SECONDS,
+        kept_backward=backward + sums + num_micro * (BACKWARD_LAUNCH_SECONDS - FORWARD_LAUNCH_SECONDS),
     )
 
 
@@ -118,6 +125,11 @@ def pieces_of(spec: ModelSpec, layer: LayerSpec, tokens: int) -> int:
     return max(1, -(-tokens // tokens_at_once(spec.vocabulary_size)))
 
 
+def _always(forward: float, backward: float) -> VisitCost:
+    """Of a layer that keeps nothing in any case."""
+    return VisitCost(forward=forward, backward=backward, kept_forward=forward, kept_backward=backward)
+
+
 def compute_bytes(spec: ModelSpec) -> int:
     """Of a number that the device computes with."""
     return 2 if spec.formats.precision == "bf16" else 4
@@ -127,6 +139,11 @@ def activation_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> fl
     """Kept inside a layer for its backward, a token."""
     numbers = KEPT_PER_OUTPUT * layer.output_width + KEPT_PER_HIDDEN * spec.hidden_size
     return compute_bytes(spec) * numbers * (COMPILED_ACTIVATIONS if compiled else 1.0)
+
+
+def inside_bytes(spec: ModelSpec, layer: LayerSpec, num_tokens: int, *, compiled: bool) -> int:
+    """Device memory of what a block keeps of so many tokens, its input among it."""
+    return int(ALLOCATOR_GAPS * num_tokens * activation_bytes(spec, layer, compiled=compiled))
 
 
 def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> int:

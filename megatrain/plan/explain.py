@@ -9,8 +9,8 @@ from typing import Any
 from megatrain.base.trace import Piece, chrome_trace
 from megatrain.base.units import format_number
 from megatrain.plan.cost import activation_bytes, working_bytes
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import TIERS
-from megatrain.plan.planner import Plan
 from megatrain.plan.simulate import COMPUTE, Simulation
 from megatrain.plan.timeline import ROW_NAMES
 from megatrain.spec.model import ModelSpec, with_whole_logits
@@ -83,7 +83,8 @@ def describe(plan: Plan) -> str:
     num_micro = -(-plan.workload.num_sequences // choice.rows)
     plural = "es" if num_micro > 1 else ""
     up_to = "up to " if plan.workload.num_sequences % choice.rows else ""
-    sentences = [f"{num_micro} micro-batch{plural} of {up_to}{choice.rows} x {plan.workload.length:,} tokens"]
+    together = f", {choice.group} at a time" if choice.group is not None and choice.group < num_micro else ""
+    sentences = [f"{num_micro} micro-batch{plural} of {up_to}{choice.rows} x {plan.workload.length:,} tokens{together}"]
     on_device = plan.num_on_device
     if on_device == num_homes:
         sentences.append("all layers live and are updated on the device")
@@ -94,8 +95,13 @@ def describe(plan: Plan) -> str:
         sentences.append(f"{which} layers stream through {slots}, updated {where}")
         if on_device:
             sentences.append(f"the first {on_device} live on the device")
-    kept = plan.timeline.moving["ram", "activations"]
-    if max(kept):
+    num_blocks = sum(layer.kind == "block" for layer in spec.layers)
+    if choice.kept == num_blocks:
+        sentences.append("all blocks keep what they compute for the backward")
+    elif choice.kept:
+        which = "the last block keeps" if choice.kept == 1 else f"the last {choice.kept} of {num_blocks} blocks keep"
+        sentences.append(f"{which} what is computed inside for the backward, the others compute it again")
+    if max(plan.timeline.moving["ram", "activations"]):
         sentences.append("layer inputs beyond the device's room go to host memory")
     for part, name in (
         ("moments", "moments"),

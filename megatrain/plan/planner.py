@@ -1,9 +1,10 @@
 """Chooses where everything lives and how rows are split, by simulated time, within what a machine has. Pure.
 
-Tried are: rows of a micro-batch, the number of slots, how many of the first homes live on the device, and whether the
-others are updated by the CPU or stream through the device. From these follow: layer inputs stay on the device as far
-as there is room, and what host memory cannot take goes to disk, if there is one: moments first, then low halves, then
-weights, then gradients, each in the order of `spill_order`. Clipping is never changed.
+Tried are: rows of a micro-batch, how many micro-batches go together, the number of slots, how many of the first homes
+live on the device, and whether the others are updated by the CPU or stream through the device. From these follow: the
+last blocks keep what they compute inside and layer inputs stay on the device as far as there is room (the one or the
+other first: both are tried), and what host memory cannot take goes to disk, if there is one: moments first, then low
+halves, then weights, then gradients, each in the order of `spill_order`. Clipping is never changed.
 
 A candidate whose busiest lane alone takes longer than the best simulated step is not simulated; the search ends at
 one that is within `CLOSE` of what is possible. So more memory never makes the predicted step longer, up to that.
@@ -13,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
-from megatrain.plan.cost import STEP_SECONDS, cpu_update_seconds
-from megatrain.plan.flops import ModelWork, counted_flops, published_flops
+from megatrain.plan.cost import STEP_SECONDS, VisitCost, cpu_update_seconds
 from megatrain.plan.machine import Machine
+from megatrain.plan.outcome import Budgets, Plan
 from megatrain.plan.placement import (
     CPU,
     DISK_TIER,
@@ -34,85 +34,26 @@ from megatrain.plan.placement import (
 )
 from megatrain.plan.schedule import Choice, Schedule, visit_costs
 from megatrain.plan.simulate import Simulation
-from megatrain.plan.timeline import ROOM_SLACK, Timeline, TimelineMaker
+from megatrain.plan.timeline import ROOM_SLACK, TimelineMaker
 from megatrain.plan.workload import Workload
 from megatrain.spec.model import ModelSpec, with_whole_logits
 
 CLOSE = 0.002
 """A step this near to the bound is taken at once."""
-DEVICE_MARGIN, HOST_MARGIN = 0.01, 0.03
-"""Of the memory, left free where no limit is given."""
 DISK_PRICE = 1.1
 """A step this much longer is taken before one that reads and writes the disk: disks wear."""
 ROOMY, ROOM_PRICE = 0.94, 1.02
 """A step this much longer is taken if it leaves the rest of the device's memory free: predictions are not exact."""
 SLOTS = (3, 2, 1)
 MAX_HOME_COUNTS = 40
+GROUPS, MOST_GROUPS = (1, 2, 4, 8), 8
+"""Micro-batches that go together, where it is not all of them; and groups of a step. More of them, with as many tokens
+each, bring nothing that fewer and larger micro-batches do not."""
+GROUPED_STRIDE = 4
+"""Of the numbers of homes on the device, so many are passed by where there are groups, for a search of seconds."""
+Split = tuple[int, int | None]
+"""Rows of a micro-batch, micro-batches of a group."""
 SPILLED = ("moments", "low", "weights", "gradients")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budgets:
-    """Bytes that a run may use of each tier."""
-
-    hbm: int
-    ram: int
-    disk: int
-
-    @classmethod
-    def of(cls, machine: Machine, config: Config) -> Budgets:
-        """Limits of the config, within what the machine has. Disk counts where the config names an offload_dir."""
-        return cls(
-            hbm=min(machine.hbm_bytes, config.max_vram_bytes or int((1 - DEVICE_MARGIN) * machine.hbm_bytes)),
-            ram=min(machine.ram_bytes, config.max_ram_bytes or int((1 - HOST_MARGIN) * machine.ram_bytes)),
-            disk=machine.disk_bytes if config.offload_dir is not None else 0,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A choice that fits, with its prediction."""
-
-    machine: Machine
-    spec: ModelSpec
-    workload: Workload
-    config: Config
-    budgets: Budgets
-    choice: Choice
-    timeline: Timeline
-    simulation: Simulation
-
-    @property
-    def step_seconds(self) -> float:
-        return self.simulation.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.workload.num_tokens / self.step_seconds
-
-    @property
-    def published_tflops(self) -> float:
-        """6 x parameters x tokens a second, as papers of the field count."""
-        return published_flops(self._work, self.workload.num_tokens) / self.step_seconds / 1e12
-
-    @property
-    def counted_tflops(self) -> float:
-        """What had to be computed, a second (`plan/flops.py`)."""
-        lengths = [self.workload.length] * self.workload.num_sequences
-        return counted_flops(self._work, lengths) / self.step_seconds / 1e12
-
-    @property
-    def num_on_device(self) -> int:
-        """Homes that live on the device whole."""
-        return sum(place == HBM for place in self.choice.places)
-
-    @property
-    def _work(self) -> ModelWork:
-        return ModelWork(
-            num_parameters=self.spec.num_parameters,
-            matrix_parameters=self.spec.active_parameters,
-            attention_width=self.spec.attention_width,
-        )
 
 
 def _check_rates(machine: Machine, config: Config) -> None:
@@ -178,6 +119,7 @@ class Planner:
             compiled=config.compile,
             shares_device=shares_device,
         )
+        self._costs_by_rows: dict[int, list[VisitCost]] = {}
         self._layered = [index for index, home in enumerate(spec.homes) if home.layers]
 
     def changed(self, *, workload: Workload | None = None, budgets: Budgets | None = None) -> Planner:
@@ -209,11 +151,14 @@ class Planner:
 
     def _search(self) -> Plan | None:
         best: tuple[float, Choice, Simulation] | None = None
-        for bound, rows, num_homes in self._candidates():
+        for bound, split, num_homes in self._candidates():
             if best is not None and best[0] <= bound * (1 + CLOSE):
                 break
-            for choice in self._choices(rows, num_homes):
-                if best is not None and self._lane_bound(choice, bound) >= best[0]:
+            for tried in self._choices(split, num_homes):
+                if best is not None and self._lane_bound(tried) >= best[0]:
+                    continue
+                choice = self.fitted(tried)
+                if choice is None or (best is not None and self._lane_bound(choice) >= best[0]):
                     continue
                 simulation = self.simulate(choice)
                 if best is None or simulation.step_seconds < best[0]:
@@ -222,15 +167,13 @@ class Planner:
 
     def fits(self) -> bool:
         """Whether there is a plan at all, without looking for the best one."""
-        if self.maker.input_bytes > self.budgets.hbm + self.budgets.ram:
-            return False
         return any(True for _ in self.few_choices())
 
     def few_choices(self) -> Iterator[Choice]:
         """Choices that fit with the least memory for a step: smallest micro-batches, one slot."""
         rows = min(self.workload.row_choices())
         for num_homes in self.few_home_counts():
-            choice = self.fitted(rows, num_homes, 1, CPU)
+            choice = self.fitted(self._choice((rows, None), num_homes, 1, CPU))
             if choice is not None:
                 yield choice
 
@@ -263,14 +206,43 @@ class Planner:
             compiled=self.config.compile,
         ).simulate()
 
-    def _candidates(self) -> list[tuple[float, int, int]]:
-        """(bound of the step's seconds, rows, homes on the device), lowest bound first and most homes first."""
+    def _candidates(self) -> list[tuple[float, Split, int]]:
+        """(bound of the step's seconds, split, homes on the device), lowest bound first and most homes first."""
         found = []
-        for rows in self.workload.row_choices():
-            costs = visit_costs(self.machine, self.spec, self.workload, rows, compiled=self.config.compile)
-            seconds = STEP_SECONDS + sum(cost.forward + cost.backward for cost in costs)
-            found += [(seconds, rows, num_homes) for num_homes in self.home_counts()]
+        for split, num_homes in self._splits():
+            least = self._choice(split, num_homes, 1, CPU)
+            if least is not None:
+                kept = self.maker.most_kept(least, self.budgets.hbm)[0]
+                found.append((self._compute_seconds(dataclasses.replace(least, kept=kept)), split, num_homes))
         return sorted(found, key=lambda of: (of[0], -of[2]))
+
+    def _splits(self) -> Iterator[tuple[Split, int]]:
+        """With each the numbers of homes that may live on the device."""
+        counts = self.home_counts()
+        for rows in self.workload.row_choices():
+            for group in self._groups(rows):
+                for num_homes in counts if group is None else sorted({*counts[::GROUPED_STRIDE], counts[-1]}):
+                    yield (rows, group), num_homes
+
+    def _groups(self, rows: int) -> list[int | None]:
+        """How many micro-batches may go together: all of them, or few, where sums of all gradients fit the device."""
+        num_micro = -(-self.workload.num_sequences // rows)
+        return [None, *(group for group in GROUPS if group < num_micro <= MOST_GROUPS * group)]
+
+    def _compute_seconds(self, choice: Choice) -> float:
+        costs = self._costs(choice.rows)
+        kept = choice.kept_layers(self.spec)
+        saved = (
+            cost.forward + cost.backward - cost.kept_forward - cost.kept_backward
+            for cost in map(costs.__getitem__, kept)
+        )
+        return STEP_SECONDS + sum(cost.forward + cost.backward for cost in costs) - sum(saved)
+
+    def _costs(self, rows: int) -> list[VisitCost]:
+        if rows not in self._costs_by_rows:
+            compiled = self.config.compile
+            self._costs_by_rows[rows] = visit_costs(self.machine, self.spec, self.workload, rows, compiled=compiled)
+        return self._costs_by_rows[rows]
 
     def home_counts(self) -> list[int]:
         """How many homes may live on the device; the same for every machine."""
@@ -286,20 +258,22 @@ class Planner:
     def _home_bytes(self, num_homes: int) -> int:
         return sum(sum(self.sizes[index].values()) for index in self._layered[:num_homes])
 
-    def _choices(self, rows: int, num_homes: int) -> Iterator[Choice]:
-        """Those that fit, with every number of slots that may be of use."""
+    def _choices(self, split: Split, num_homes: int) -> Iterator[Choice]:
+        """With every number of slots that may be of use, and nothing placed yet (see `fitted`)."""
+        num_blocks = sum(layer.kind == "block" for layer in self.spec.layers)
         for num_slots in SLOTS:
-            choice = self.fitted(rows, num_homes, num_slots, CPU)
-            if choice is not None:
-                yield choice
-                if self.config.moments != "lossless":
-                    streamed = self.fitted(rows, num_homes, num_slots, STREAM)
-                    yield from [] if streamed is None else [streamed]
-            if choice is not None and choice.activation_bytes >= self.maker.input_bytes:
+            is_whole = False
+            for others in (CPU,) if self.config.moments == "lossless" else (CPU, STREAM):
+                base = self._choice(split, num_homes, num_slots, others)
+                # Inputs that make way for what layers compute inside go to host memory.
+                kept_counts = [] if base is None else self.maker.most_kept(base, self.budgets.hbm)
+                yield from (dataclasses.replace(base, kept=kept) for kept in dict.fromkeys(kept_counts))
+                is_whole |= num_blocks in kept_counts
+            if is_whole:
                 return  # fewer slots would leave nothing more in place
 
-    def fitted(self, rows: int, num_homes: int, num_slots: int, others: Place) -> Choice | None:
-        """The choice with inputs and homes placed as there is room; None if there is none."""
+    def _choice(self, split: Split, num_homes: int, num_slots: int, others: Place) -> Choice | None:
+        """With no inputs on the device; None where so many homes do not fit there."""
         on_device = set(self._layered[:num_homes])
         if self._home_bytes(num_homes) > self.budgets.hbm:
             return None
@@ -307,14 +281,18 @@ class Planner:
             HBM if index in on_device else others if self.spec.homes[index].layers else CPU
             for index in range(len(self.spec.homes))
         )
-        choice = Choice(rows=rows, num_slots=num_slots, places=places, activation_bytes=0)
-        budget = self.maker.activation_budget(choice, self.budgets.hbm)
-        if budget is None:
+        return Choice(rows=split[0], group=split[1], num_slots=num_slots, places=places, activation_bytes=0)
+
+    def fitted(self, choice: Choice | None) -> Choice | None:
+        """The choice with inputs and homes placed as there is room; None if there is none."""
+        budget = None if choice is None else self.maker.activation_budget(choice, self.budgets.hbm)
+        if choice is None or budget is None:
             return None
-        if self.maker.input_bytes - budget > self.budgets.ram:
+        if self.maker.input_bytes(choice) - budget > self.budgets.ram:
             return None  # inputs cannot go to disk
         choice = dataclasses.replace(choice, activation_bytes=budget)
-        return self._spilled(choice) if others == CPU else self._if_ram_fits(choice)
+        is_streamed = any(place == STREAM for place in choice.places)
+        return self._if_ram_fits(choice) if is_streamed else self._spilled(choice)
 
     def _if_ram_fits(self, choice: Choice) -> Choice | None:
         return choice if self.maker.timeline(choice).peak(RAM) <= self.budgets.ram else None
@@ -361,8 +339,8 @@ class Planner:
             over = self.maker.timeline(choice).peak(RAM) - ram_bytes if movable else 0
         return choice
 
-    def _lane_bound(self, choice: Choice, compute_seconds: float) -> float:
-        """Seconds of the busiest lane: no step is shorter."""
+    def _lane_bound(self, choice: Choice) -> float:
+        """No step is shorter: seconds of the busiest lane, or of updates and all that no update can be beside."""
         cpu = link = disk = 0.0
         for home, place, sizes in zip(self.spec.homes, choice.places, self.sizes, strict=True):
             if place.update == "cpu":
@@ -373,4 +351,10 @@ class Planner:
             if on_disk:
                 disk += on_disk / self.machine.disk_read_bytes_per_second
                 disk += on_disk / self.machine.disk_write_bytes_per_second
-        return max(compute_seconds, cpu, link, disk)
+        compute = self._compute_seconds(choice)
+        groups = choice.group_sizes(self.workload)
+        if self.config.clip == "global":
+            # Updates run between the norm and the last layer's first visit.
+            forward = sum(cost.forward for cost in self._costs(choice.rows)) * groups[0] / sum(groups)
+            cpu += max(0.0, compute - STEP_SECONDS - forward)
+        return max(compute, cpu, len(groups) * link, disk)

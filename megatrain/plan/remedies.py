@@ -9,8 +9,9 @@ from megatrain.base.config import Config
 from megatrain.base.errors import PlanError
 from megatrain.base.units import GB, MB, format_number
 from megatrain.plan.machine import Machine
+from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
-from megatrain.plan.planner import Plan, Planner
+from megatrain.plan.planner import Planner
 from megatrain.plan.schedule import Choice
 from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
@@ -93,7 +94,7 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     spec, workload = planner.spec, planner.workload
     largest = max((home for home in spec.homes if home.layers), key=lambda home: home.numel)
     working = planner.maker.working_bytes(smallest.rows)
-    passing = planner.maker.returning_bytes(smallest.rows)
+    passing = planner.maker.returning_bytes(smallest)
     parts = {
         "the CUDA context": CONTEXT_BYTES,
         f"slot, gradient sums and drains of {largest.name!r}": needed - working - passing - CONTEXT_BYTES,

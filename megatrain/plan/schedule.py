@@ -15,6 +15,7 @@ import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatrain.plan.cost import (
     STEP_SECONDS,
@@ -58,6 +59,30 @@ class Choice:
     """Of each home of the spec."""
     activation_bytes: int
     """Boundary activations that stay on the device; the rest goes to host memory."""
+    kept: int = 0
+    """So many blocks, the last ones, keep what they compute inside."""
+    group: int | None = None
+    """Micro-batches that have their forward and backward together. None: all of the step."""
+
+    def group_sizes(self, workload: Workload) -> list[int]:
+        """Micro-batches of each group."""
+        num_micro = -(-workload.num_sequences // self.rows)
+        size = min(self.group or num_micro, num_micro)
+        return [min(size, num_micro - start) for start in range(0, num_micro, size)]
+
+    def group_tokens(self, workload: Workload) -> int:
+        """Of the largest group."""
+        return min(self.group_sizes(workload)[0] * self.rows, workload.num_sequences) * workload.length
+
+    def kept_layers(self, spec: ModelSpec) -> list[int]:
+        blocks = [index for index, layer in enumerate(spec.layers) if layer.kind == "block"]
+        return blocks[len(blocks) - self.kept :]
+
+
+class _Visit(NamedTuple):
+    layer: int
+    is_backward: bool
+    group: int
 
 
 @dataclass(eq=False)
@@ -93,12 +118,15 @@ class Schedule:
         self._machine, self._spec, self._choice, self._sizes = machine, spec, choice, sizes
         self._moments, self._clips_layers = moments, clips_layers
         self._costs = visit_costs(machine, spec, workload, choice.rows, compiled=compiled)
-        self._boundary_bytes = workload.num_tokens * spec.hidden_size * compute_bytes(spec)
-        blocks = [index for index, layer in enumerate(spec.layers) if layer.kind == "block"]
+        sizes_of_groups = choice.group_sizes(workload)
+        self._shares = [size / sum(sizes_of_groups) for size in sizes_of_groups]
+        self._boundary_bytes = choice.group_tokens(workload) * spec.hidden_size * compute_bytes(spec)
+        self._kept = set(choice.kept_layers(spec))
+        blocks = [i for i, layer in enumerate(spec.layers) if layer.kind == "block" and i not in self._kept]
         on_device = int(choice.activation_bytes // self._boundary_bytes)
         self._offloaded = set(blocks[on_device:])
         self._visits = self._order()
-        homes = [spec.layers[layer].home for layer, _ in self._visits]
+        homes = [spec.layers[visit.layer].home for visit in self._visits]
         self._streamed_at = [at for at, home in enumerate(homes) if choice.places[home].weights != HBM_TIER]
         self._slots = _make_slots(spec, choice, sizes)
         self._tasks: list[Task] = []
@@ -126,20 +154,26 @@ class Schedule:
 
     # The order of visits.
 
-    def _order(self) -> list[tuple[int, bool]]:
-        """(layer, is backward) of one step. A head has its backward in its forward's visit."""
+    def _order(self) -> list[_Visit]:
+        """Of one step, group by group. A head has its backward in its forward's visit."""
         layers = range(len(self._spec.layers))
-        down = [(index, True) for index in reversed(layers) if self._spec.layers[index].kind != "head"]
-        return [*((index, False) for index in layers), *down]
+        down = [index for index in reversed(layers) if self._spec.layers[index].kind != "head"]
+        return [
+            _Visit(index, is_backward, group)
+            for group in range(len(self._shares))
+            for indices, is_backward in ((layers, False), (down, True))
+            for index in indices
+        ]
 
     def _step(self, step: int) -> int:
         """Hands over the work of a step. Returns the index of the task that ends it."""
-        last_visit = {self._spec.layers[layer].home: at for at, (layer, _) in enumerate(self._visits)}
+        last_visit = {self._spec.layers[visit.layer].home: at for at, visit in enumerate(self._visits)}
         drains: deque[int] = deque()
-        for at, (layer, is_backward) in enumerate(self._visits):
+        for at, visit in enumerate(self._visits):
+            layer, is_backward = visit.layer, visit.is_backward
             home = self._spec.layers[layer].home
             ready = self._acquire(at, home, step)
-            compute = self._compute(layer, is_backward, ready)
+            compute = self._compute(visit, ready)
             self._used(home, compute, step)
             is_over = last_visit[home] == at and (is_backward or self._spec.layers[layer].kind == "head")
             if is_over:
@@ -180,7 +214,7 @@ class Schedule:
         for number in range(bisect.bisect_right(self._streamed_at, at), len(self._streamed_at)):
             if len(found) == len(self._slots) - 1:
                 break
-            other = self._spec.layers[self._visits[self._streamed_at[number]][0]].home
+            other = self._spec.layers[self._visits[self._streamed_at[number]].layer].home
             if other != home and other not in found:
                 found.append(other)
         return found
@@ -223,8 +257,9 @@ class Schedule:
 
     # Compute, and the inputs that it keeps.
 
-    def _compute(self, layer: int, is_backward: bool, ready: list[int]) -> int:
-        cost, name = self._costs[layer], self._spec.layers[layer].name
+    def _compute(self, visit: _Visit, ready: list[int]) -> int:
+        layer, is_backward, group = visit
+        name, seconds = self._spec.layers[layer].name, self._shares[group] * self._seconds(layer, is_backward)
         waits = [*ready, *self._blocked]
         self._blocked = ()
         if is_backward:
@@ -233,13 +268,20 @@ class Schedule:
             self._bring(layer - 1)
         what = "backward" if is_backward else "forward"
         before = self._last_compute
-        compute = self._add(COMPUTE, what, name, cost.backward if is_backward else cost.forward, waits)
+        compute = self._add(COMPUTE, what, name, seconds, waits)
         self._last_compute = compute
         if not is_backward and layer in self._offloaded:
             seconds = self._boundary_bytes / self._machine.d2h_bytes_per_second
             after = () if before is None else (before,)
             self._sent[layer] = self._add(D2H, "send input", name, seconds, after)
         return compute
+
+    def _seconds(self, layer: int, is_backward: bool) -> float:
+        """Of the compute lane, for all micro-batches."""
+        cost = self._costs[layer]
+        if layer in self._kept:
+            return cost.kept_backward if is_backward else cost.kept_forward
+        return cost.backward if is_backward else cost.forward
 
     def _bring(self, layer: int) -> list[int]:
         if layer not in self._offloaded:

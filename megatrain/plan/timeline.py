@@ -1,20 +1,23 @@
 """Memory of a step over time, tier by tier, from rows that a reader can add up. Pure.
 
-Two things move: inputs of layers pile up over the forward and are used up over the backward; gradients, where they
-are kept for the exact norm, pile up over the backward and are used up by the updates, ahead of the next forward's
-visits. In memory they share one room (`store/buffers.py`), so neither need be whole beside the other, and the peak of
-their sum is what counts, not the sum of their peaks. On disk, and on the device of a run that was not planned, each
-home keeps its slab from step to step, and gradients count whole at every moment.
+Three things move: what some layers keep that they compute inside, on the device alone; inputs of the other layers,
+which pile up over the forward and are used up over the backward; gradients, where they are kept for the exact norm,
+which pile up over the backward and are used up by the updates, ahead of the next forward's visits. In memory inputs
+and gradients share one room (`store/buffers.py`), so neither need be whole beside the other, and the peak of their sum
+is what counts, not the sum of their peaks. On disk, and on the device of a run that was not planned, each home keeps
+its slab from step to step, and gradients count whole at every moment.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatrain.base.units import GB, GIB
-from megatrain.plan.cost import compute_bytes, working_bytes
+from megatrain.plan.cost import compute_bytes, inside_bytes, working_bytes
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM, STAGING_BYTES, TIERS
 from megatrain.plan.rows import Row, host_slot_bytes, update_slot_bytes
 from megatrain.plan.schedule import MAX_DRAINS, Choice
@@ -71,6 +74,15 @@ class Timeline:
         return rows
 
 
+class _Activations(NamedTuple):
+    """Bytes over the moments of a step."""
+
+    inputs: list[int]
+    """Of layers that wait for their backward, wherever they are."""
+    insides: list[int]
+    """Of layers that keep what they compute inside."""
+
+
 class TimelineMaker:
     """The timelines of one model and workload, for any choice. What choices share is worked out once.
 
@@ -95,24 +107,29 @@ class TimelineMaker:
         self._numels = [sum(field.numel for field in home.fields) for home in spec.homes]
         self._packets = [home.grad_dtype.itemsize * n for home, n in zip(spec.homes, self._numels, strict=True)]
         self._blocks = {layer.home for layer in spec.layers if layer.kind == "block"}
-        self._inputs = self._input_curve()
+        self._curves: dict[tuple[int, int], _Activations] = {}
+        self._last_beside: tuple[Any, Any, tuple[int, list[int], list[int]]] | None = None
+        self._num_blocks = sum(layer.kind == "block" for layer in spec.layers)
         self._waiting = self._gradient_moments()
 
-    @property
-    def input_bytes(self) -> int:
+    def input_bytes(self, choice: Choice) -> int:
         """Of all layers' inputs that wait for the backward, at most."""
-        return max(self._inputs)
+        return max(self._activations(choice).inputs)
 
-    def returning_bytes(self, rows: int) -> int:
+    def inside_bytes(self, choice: Choice) -> int:
+        """Of what layers keep that they compute inside, at most."""
+        return max(self._activations(choice).insides)
+
+    def returning_bytes(self, choice: Choice) -> int:
         """Device memory of inputs on their way to the host or back, where not all stay: of a few micro-batches."""
-        each = rows * self._workload.length * self._spec.hidden_size * compute_bytes(self._spec)
-        return min(self.input_bytes, INPUTS_ON_THEIR_WAY * each)
+        each = choice.rows * self._workload.length * self._spec.hidden_size * compute_bytes(self._spec)
+        return min(self.input_bytes(choice), INPUTS_ON_THEIR_WAY * each)
 
     def activation_budget(self, choice: Choice, device_bytes: int) -> int | None:
         """The most inputs that may stay on the device beside everything else; None if not even none."""
-        rest = sum(self._device_fixed(choice).values())
-        working = self._working_curve(choice.rows)
-        gradients = self._gradient_curve(choice, HBM_TIER)
+        rest, gradients, working = self._beside(choice)
+        inputs, insides = self._activations(choice)
+        working = [at_work + inside for at_work, inside in zip(working, insides, strict=True)]
         if self._shares_device(gradients):
             # The room is there at every moment, whatever is in it.
             most = int((device_bytes - rest - max(working)) / (1 + ROOM_SLACK))
@@ -123,15 +140,39 @@ class TimelineMaker:
             ]
         if min(rooms) < 0:
             return None
-        if all(inputs <= room for room, inputs in zip(rooms, self._inputs, strict=True)):
-            return self.input_bytes
+        if all(num_bytes <= room for room, num_bytes in zip(rooms, inputs, strict=True)):
+            return self.input_bytes(choice)
         # What comes and goes takes room too, at every moment at which not all stay.
-        returning = self.returning_bytes(choice.rows)
-        tight = [
-            room - returning for room, inputs in zip(rooms, self._inputs, strict=True) if inputs > room - returning
-        ]
-        budget = min(tight)
+        returning = self.returning_bytes(choice)
+        budget = min(
+            room - returning for room, num_bytes in zip(rooms, inputs, strict=True) if num_bytes > room - returning
+        )
         return budget if budget >= 0 else None
+
+    def most_kept(self, choice: Choice, device_bytes: int) -> list[int]:
+        """How many blocks may keep what they compute inside: in all, and as long as the inputs of the others stay on
+        the device. 0 where not even the rest fits."""
+        budgets: dict[int, int | None] = {}
+
+        def fits(kept: int, with_inputs: bool) -> bool:
+            tried = dataclasses.replace(choice, kept=kept)
+            if kept not in budgets:
+                budgets[kept] = self.activation_budget(tried, device_bytes)
+            budget = budgets[kept]
+            return budget is not None and not (with_inputs and budget < self.input_bytes(tried))
+
+        most = _most(self._num_blocks, lambda kept: fits(kept, False))
+        return [most, _most(most, lambda kept: fits(kept, True))]
+
+    def _beside(self, choice: Choice) -> tuple[int, list[int], list[int]]:
+        """Device memory beside activations: what stays, gradients over time, layers at work over time."""
+        # A search asks for one choice after the other that differ in what is kept alone.
+        key = choice.rows, choice.group, choice.num_slots
+        if self._last_beside is None or self._last_beside[0] != key or self._last_beside[1] is not choice.places:
+            rest = sum(self._device_fixed(choice).values())
+            beside = rest, self._gradient_curve(choice, HBM_TIER), self._working_curve(choice.rows)
+            self._last_beside = key, choice.places, beside
+        return self._last_beside[2]
 
     def timeline(self, choice: Choice) -> Timeline:
         fixed = self._device_fixed(choice)
@@ -142,12 +183,13 @@ class TimelineMaker:
                     fixed[tier, row] = fixed.get((tier, row), 0) + sizes[part]
         fixed[RAM, "buffers"] = self._host_buffers(choice)
         budget = choice.activation_bytes
-        stay = [min(num_bytes, budget) for num_bytes in self._inputs]
-        go = [num_bytes - kept for num_bytes, kept in zip(self._inputs, stay, strict=True)]
-        returning = self.returning_bytes(choice.rows)
+        inputs, insides = self._activations(choice)
+        stay = [min(num_bytes, budget) for num_bytes in inputs]
+        go = [num_bytes - kept for num_bytes, kept in zip(inputs, stay, strict=True)]
+        returning = self.returning_bytes(choice)
         on_device = [
-            kept + (returning if gone else 0) + at_work
-            for kept, gone, at_work in zip(stay, go, self._working_curve(choice.rows), strict=True)
+            kept + (returning if gone else 0) + inside + at_work
+            for kept, gone, inside, at_work in zip(stay, go, insides, self._working_curve(choice.rows), strict=True)
         ]
         moving: dict[tuple[str, str], Sequence[int]] = {
             (HBM_TIER, "activations"): on_device,
@@ -173,16 +215,27 @@ class TimelineMaker:
 
     # What moves.
 
-    @property
-    def _layer_input_bytes(self) -> int:
-        """Inputs of one layer, of all micro-batches."""
-        return self._workload.num_tokens * self._spec.hidden_size * compute_bytes(self._spec)
+    def _layer_input_bytes(self, num_tokens: int) -> int:
+        """Inputs of one layer, of the micro-batches that go together."""
+        return num_tokens * self._spec.hidden_size * compute_bytes(self._spec)
 
-    def _input_curve(self) -> list[int]:
-        # Token ids are all that an embedding needs again.
-        sizes = (self._layer_input_bytes * (layer.kind != "embedding") for layer in self._spec.layers)
-        kept = list(itertools.accumulate(sizes))
-        return [*kept, *reversed(kept)]
+    def _activations(self, choice: Choice) -> _Activations:
+        num_tokens = choice.group_tokens(self._workload)
+        key = num_tokens, choice.kept
+        if key not in self._curves:
+            self._curves[key] = self._activation_curves(num_tokens, set(choice.kept_layers(self._spec)))
+        return self._curves[key]
+
+    def _activation_curves(self, num_tokens: int, kept: set[int]) -> _Activations:
+        inputs, insides = [], []
+        for index, layer in enumerate(self._spec.layers):
+            # Token ids are all that an embedding needs again; a layer that keeps its insides has its input among them.
+            waits = layer.kind != "embedding" and index not in kept
+            inputs.append(self._layer_input_bytes(num_tokens) if waits else 0)
+            is_kept = index in kept
+            insides.append(inside_bytes(self._spec, layer, num_tokens, compiled=self._compiled) if is_kept else 0)
+        up = [list(itertools.accumulate(sizes)) for sizes in (inputs, insides)]
+        return _Activations(*([*curve, *reversed(curve)] for curve in up))
 
     def _gradient_moments(self) -> list[tuple[int, int]]:
         """For each home: until which moment of the forward its last gradients wait, from which of the backward on new
@@ -239,7 +292,8 @@ class TimelineMaker:
             for part, row in _PART_ROWS.items():
                 fixed[HBM_TIER, row] += sizes[part] * (place.tiers[part] == HBM_TIER)
         # What a layer passes to the next one lies there until that is visited, whether it is then copied or kept.
-        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice) + self._layer_input_bytes
+        passed_on = self._layer_input_bytes(choice.group_tokens(self._workload))
+        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice) + passed_on
         return fixed
 
     def _device_buffers(self, choice: Choice) -> int:
@@ -249,7 +303,9 @@ class TimelineMaker:
         largest = max((self._sizes[i]["weights"] for i in streamed if homes[i].layers), default=0)
         slots = choice.num_slots * block + (largest if largest > block else 0)
         layered = [index for index, home in enumerate(homes) if home.layers]
-        sums = 4 * max(self._numels[index] for index in layered)
+        # Where a step has several groups, sums stay until the last one.
+        has_groups = len(choice.group_sizes(self._workload)) > 1
+        sums = 4 * (sum(self._numels) if has_groups else max(self._numels[index] for index in layered))
         drains = sum(sorted((self._packets[index] for index in layered), reverse=True)[:MAX_DRAINS])
         resident = sum(self._sizes[index]["weights"] for index, home in enumerate(homes) if not home.layers)
         staging = 2 * STAGING_BYTES if any(place.is_staged for place in choice.places) else 0
@@ -267,6 +323,17 @@ class TimelineMaker:
             return 0
         sizes = [n for n, place in zip(self._packets, choice.places, strict=True) if place.gradients == tier]
         return (MAX_DRAINS + 1) * max(sizes, default=0)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `limit` that fits, where smaller ones do."""
+    if fits(limit):
+        return limit
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _room(inputs: Sequence[int], gradients: Sequence[int] | None) -> int:

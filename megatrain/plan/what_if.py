@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
 from megatrain.plan.machine import Machine
-from megatrain.plan.planner import Plan
+from megatrain.plan.outcome import Plan
 from megatrain.plan.remedies import plan
 from megatrain.plan.workload import Workload
 from megatrain.spec.homes import Formats

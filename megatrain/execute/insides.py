@@ -1,0 +1,192 @@
+"""What a layer computes inside, kept on the device from its forward to its backward, which then need not recompute it.
+
+Autograd saves tensors for the backward. Among them are the layer's weights, which lie in a slot that others fill in
+between: of these a note is kept in place of the tensor (where in the slot it lies, with shape and strides), and the
+backward makes of it a view of whichever slot holds the layer then.
+
+    InsidesStore   which layers keep theirs, and how many bytes all of them take
+    Insides        of one call
+
+Rule: no gradient is taken from a slot that was filled again. A layer that holds on to its weights in another way than
+autograd's own (an attribute of a function's context) would do that. So behind its first forward one layer of each kind
+is tried: it runs again on a copy of the weights, which is poisoned before a backward. If that shows in its gradients,
+layers of this kind are recomputed. So is a call whose result was changed in place since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megatrain.execute.context import without_saved_tensor_hooks
+
+if TYPE_CHECKING:
+    from megatrain.execute.layer import StreamedLayer, Views
+
+logger = logging.getLogger("megatrain")
+
+POISON = 0xFF
+"""As every byte of a number, NaN in bf16 and fp32."""
+
+
+class _Note(NamedTuple):
+    """A tensor that views a layer's weights: what has to be known to view them in another slot."""
+
+    dtype: torch.dtype
+    offset: int
+    """From the first byte of the weights, in elements."""
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+class InsidesStore:
+    """
+    Args:
+        kinds: layers that keep what they compute inside, by name; those of a kind run the same code.
+        budget_bytes: what all of it may take on the device; None: no bound.
+    """
+
+    def __init__(self, kinds: Mapping[str, Hashable], budget_bytes: int | None = None) -> None:
+        self._kinds = kinds
+        self._budget_bytes = sys.maxsize if budget_bytes is None else budget_bytes
+        self.kept_bytes = self.most_kept_bytes = 0
+        self.num_kept = 0
+        self._bytes_per_element: dict[str, float] = {}
+        """By layer: of what it kept last, for each element of its arguments."""
+        self._is_fit: dict[Hashable, bool] = {}
+        """By kind, once one of it was tried."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is kept, nor will be."""
+        return not self._kinds or self._budget_bytes == 0
+
+    def offer(self, layer: StreamedLayer, arguments: Sequence[torch.Tensor]) -> Insides | None:
+        """For a call of `layer`; None: it is to recompute."""
+        kind = self._kinds.get(layer.name)
+        if kind is None or not self._is_fit.get(kind, True) or not self._has_room(layer.name, arguments):
+            return None
+        return Insides(self, layer.name, arguments)
+
+    def reduce(self) -> bool:
+        """Keep nothing from now on. False: nothing was kept."""
+        was_empty = self.is_empty
+        self._budget_bytes = 0
+        return not was_empty
+
+    def is_tried(self, layer: StreamedLayer) -> bool:
+        """One of its kind was."""
+        return self._kinds[layer.name] in self._is_fit
+
+    def judge(self, layer: StreamedLayer, *, is_fit: bool) -> None:
+        """Behind the trial of a layer."""
+        self._is_fit[self._kinds[layer.name]] = is_fit
+        if not is_fit:
+            logger.info(
+                "%s holds on to its weights in a way of its own: layers of its kind are computed again in the backward",
+                layer.name,
+            )
+
+    def _has_room(self, name: str, arguments: Sequence[torch.Tensor]) -> bool:
+        """By what the layer's last call took; one that was never called takes what the most demanding other does."""
+        known = self._bytes_per_element
+        expected_bytes = known.get(name, max(known.values(), default=0.0)) * _num_elements(arguments)
+        return self.kept_bytes + expected_bytes <= self._budget_bytes
+
+    def count(self, insides: Insides) -> None:
+        self._bytes_per_element[insides.name] = insides.num_bytes / max(1, insides.num_elements)
+        self.num_kept += 1
+        self.kept_bytes += insides.num_bytes
+        self.most_kept_bytes = max(self.most_kept_bytes, self.kept_bytes)
+
+
+class Insides:
+    """What autograd saves in one forward. Goes with its call, or when that drops it."""
+
+    def __init__(self, store: InsidesStore, name: str, arguments: Sequence[torch.Tensor]) -> None:
+        self.name, self.num_bytes = name, 0
+        self.num_elements = _num_elements(arguments)
+        self._store, self._is_counted = store, False
+        # Masks and positions are there anyway, for all layers.
+        self._seen = {_storage(tensor) for tensor in arguments if not tensor.requires_grad}
+        self._views: Views | None = None
+        self._versions: list[int] = []
+
+    @contextlib.contextmanager
+    def saving(self, views: Views) -> Iterator[None]:
+        """Around the layer's forward on `views`."""
+        # Of its own alone: hooks around the layer see its arguments and results.
+        with self.bound(views), without_saved_tensor_hooks():
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+
+    def settle(self, outputs: Sequence[torch.Tensor]) -> None:
+        """After the forward."""
+        self._seen.clear()
+        self._versions = [output._version for output in outputs]
+        self._store.count(self)
+        self._is_counted = True
+
+    def are_sound(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Nobody has changed the results since, which the graph may have saved."""
+        return self._versions == [output._version for output in outputs]
+
+    @contextlib.contextmanager
+    def bound(self, views: Views) -> Iterator[None]:
+        """The layer's weights are those of `views`, for the length of its forward or backward."""
+        self._views = views
+        try:
+            yield
+        finally:
+            self._views = None
+
+    def drop(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._store.kept_bytes -= self.num_bytes
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.drop()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Note:
+        views = self._views
+        assert views is not None
+        if views.hold(tensor):
+            offset = (tensor.data_ptr() - views.weights.data_ptr()) // tensor.element_size()
+            return _Note(tensor.dtype, offset, tensor.shape, tensor.stride())
+        storage = _storage(tensor)
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self.num_bytes += storage.num_bytes
+        # Without its graph: a result that is saved by the very operation that made it would hold itself.
+        return tensor.detach()
+
+    def _unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        assert self._views is not None, "weights are there in a visit alone"
+        weights = self._views.weights
+        whole = weights[: weights.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+        return whole.as_strided(saved.shape, saved.strides, whole.storage_offset() + saved.offset)
+
+
+class _Storage(NamedTuple):
+    address: int
+    num_bytes: int
+
+
+def _storage(tensor: torch.Tensor) -> _Storage:
+    if tensor.layout is not torch.strided:
+        return _Storage(id(tensor), tensor.numel() * tensor.element_size())
+    storage = tensor.untyped_storage()
+    return _Storage(storage.data_ptr(), storage.nbytes())
+
+
+def _num_elements(arguments: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in arguments if tensor.requires_grad)
