@@ -128,6 +128,7 @@ class Trainer(CheckpointingTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         start = super()._init_training_state(*args, **kwargs)
+        self.state.compute_steps(self.args, self.state.max_steps)  # transformers goes on with the checkpoint's
         find_best_checkpoint(self.state, self.args.output_dir)
         return start
 
