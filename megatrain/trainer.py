@@ -20,6 +20,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
 from megatrain.run_folder import check_output_dir, check_run_folder, find_best_checkpoint
+from megatrain.save.checkpoints import later_than
 from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
 from megatrain.trainer_checkpoints import CheckpointingTrainer
 
@@ -130,6 +132,7 @@ class Trainer(CheckpointingTrainer):
         start = super()._init_training_state(*args, **kwargs)
         self.state.compute_steps(self.args, self.state.max_steps)  # transformers goes on with the checkpoint's
         find_best_checkpoint(self.state, self.args.output_dir)
+        self._left_behind = later_than(self.state.global_step, Path(self.args.output_dir))
         return start
 
     def say_how_to_go_on(self, name: str) -> None:

@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
 from megatrain.arguments import num_times
@@ -44,6 +44,7 @@ from megatrain.save.checkpoints import (
     FOREIGN_OPTIMIZER_NAME,
     check_sound,
     checkpoints_in,
+    drop_surplus,
     missing_in,
     newest_sound,
 )
@@ -74,6 +75,9 @@ class CheckpointingTrainer(transformers.Trainer):
     _is_on_save_due = _has_failed_to_save = False
     _max_steps = 0
     """Of the run that is about to begin."""
+
+    _left_behind: set[str] = set()
+    """Checkpoints of later steps than the run began with: damaged, or of a branch that it does not go on."""
 
     def sound_checkpoint(self, given: str | bool | None) -> str | bool | None:
         """What `resume_from_checkpoint` means: for True the newest checkpoint that is not damaged, if there is any.
@@ -295,12 +299,9 @@ class CheckpointingTrainer(transformers.Trainer):
             self.control = self.callback_handler.call_event("on_save", self.args, state, self.control)
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
-        rotate_checkpoints(
-            output_dir=run_dir,
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
-        )
+        newest, best = Path(target), self.state.best_model_checkpoint
+        self._left_behind.discard(newest.name)
+        drop_surplus(Path(run_dir), self.args.save_total_limit, newest=newest, best=best, first=self._left_behind)
 
     def _on_save(
         self, args: transformers.TrainingArguments, state: transformers.TrainerState, control: Any

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shlex
+import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +140,31 @@ def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
         f"{what}: no checkpoint can be resumed from; the last, {first}: {told[first]}{others}; "
         f"`megatrain verify {shlex.quote(str(first.parent))}` looks at each"
     )
+
+
+def later_than(step: int, run_dir: Path) -> set[str]:
+    """Names of the checkpoints of later steps."""
+    return {folder.name for folder in checkpoints_in(run_dir) if int(_step_text(folder)) > step}
+
+
+def drop_surplus(
+    run_dir: Path, limit: int | None, *, newest: Path, best: str | None, first: Container[str] = ()
+) -> None:
+    """Delete checkpoints of a run until `limit` are left (None, 0: all stay), the earliest steps before later ones.
+
+    Args:
+        newest: is whole and stays, whatever its step. best: stays too.
+        first: names of those that go before all others: damaged, or of a branch that the run does not go on.
+    """
+    if not limit:
+        return
+    known = checkpoints_in(run_dir)
+    kept = {os.path.realpath(folder) for folder in (newest, best) if folder is not None}
+    others = [folder for folder in known if os.path.realpath(folder) not in kept]
+    others.sort(key=lambda folder: folder.name not in first)  # stable: by step among equals
+    num_surplus = max(0, min(len(known) - limit, len(others)))
+    for folder in others[:num_surplus]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _signature(noted: Mapping[Path, tuple[int, str]]) -> tuple:
