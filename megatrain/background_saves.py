@@ -67,7 +67,8 @@ class BackgroundSaves:
             clip=self._clip,
             is_behind=self._is_behind,
         )
-        return f"{line}, of which training waits {_seconds(pause)} (predicted)"
+        last = "; the last of a run is waited for whole" if self._is_behind else ""
+        return f"{line}, of which training waits {_seconds(pause)} (predicted{last})"
 
     def begin(
         self,
@@ -76,6 +77,7 @@ class BackgroundSaves:
         target: str,
         *,
         is_behind: bool,
+        is_last: bool,
         before_seconds: float,
         num_bytes: int,
         spare_bytes: int,
@@ -86,7 +88,7 @@ class BackgroundSaves:
 
         Args:
             context: puts the folder in the place of `target` when it is left.
-            is_behind: beside the next steps; else now.
+            is_behind: beside the next steps; else now. is_last: no step comes behind it, so it is all waited for.
             before_seconds: that went into it already, with training waiting.
             num_bytes: about to be written. spare_bytes: of host memory for copies.
         """
@@ -95,7 +97,7 @@ class BackgroundSaves:
         self._when_complete, self._when_failed = when_complete, when_failed
         self._before_seconds = before_seconds
         self.meter.add_foreground(before_seconds)
-        self._predicted = self._predict(num_bytes, spare_bytes, is_behind)
+        self._predicted = self._predict(num_bytes, spare_bytes, is_behind and not is_last)
         if is_behind:
             saving.start(context)
             return

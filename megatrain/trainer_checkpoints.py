@@ -222,6 +222,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 context,
                 target,
                 is_behind=self._may_save_behind(),
+                is_last=self.control.should_training_stop,
                 before_seconds=before_seconds,
                 num_bytes=needed_bytes,
                 spare_bytes=spare_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import TrainerCallback, TrainerState
 import megatrain as mt
 from megatrain.background_saves import BackgroundSaves
 from megatrain.base.config import StreamOptions
+from megatrain.base.errors import StoppedRunError
 from megatrain.save import saving as saving_module
 from megatrain.save.checkpoints import damage_of
 from megatrain.save.layers import SavedLayers, can_save_by_layer
@@ -226,10 +228,34 @@ def test_what_a_checkpoint_takes_is_said_before_the_first_step() -> None:
             int(num_bytes), 0, plan
         )
 
-    assert said(2e9, 40e9, Planned()).endswith("takes 20.0 s, of which training waits 10.0 s (predicted)")
+    told = "takes 20.0 s, of which training waits 10.0 s (predicted; the last of a run is waited for whole)"
+    assert said(2e9, 40e9, Planned()).endswith(told)
     assert said(2e9, 40e9, Planned(), is_behind=False).endswith("of which training waits 20.0 s (predicted)")
     assert said(2e9, 40e9).endswith("a checkpoint has 37.3 GiB and takes 20.0 s (predicted)")
     assert said(2e9, 1e9) == said(None, 40e9) == ""
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["at the end", "by Ctrl-C"])
+def test_the_last_checkpoint_is_predicted_to_be_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    predicted: list[bool] = []
+
+    def noted(num_bytes: int, *, is_behind: bool, **how: Any) -> float:
+        predicted.append(is_behind)
+        return predicted_pause(num_bytes, is_behind=is_behind, **how)
+
+    monkeypatch.setattr("megatrain.background_saves.predicted_pause", noted)
+    monkeypatch.setattr("megatrain.trainer_checkpoints.disk_write_rate", lambda: 1e9)
+    monkeypatch.setattr(PauseMeter, "step_seconds", 1.0)
+    trainer = make_trainer(tmp_path, save_steps=1, max_steps=6 if is_told else 3)
+    if is_told:
+        trainer.add_callback(AtStep(3, lambda: signal.raise_signal(signal.SIGINT)))
+        with pytest.raises(StoppedRunError):
+            trainer.train()
+    else:
+        trainer.train()
+    assert predicted == [True, True, False]
 
 
 def test_a_saving_that_never_began_holds_nobody_back(tmp_path: Path) -> None:

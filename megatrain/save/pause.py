@@ -1,8 +1,9 @@
 """How long training waits for a checkpoint: predicted before, measured after.
 
-A checkpoint is written behind the next step. Its layers come in the order of their updates, so training waits for what
-the disk has not taken when the last of them is due: with clip="global" updates begin when the step's backward is over
-and the last one is needed at the end of the forward behind it, with clip="layer" at the end of that backward.
+A checkpoint is written behind the next step; the last one of a run has none and is waited for whole. Its layers come in
+the order of their updates, so training waits for what the disk has not taken when the last of them is due: with
+clip="global" updates begin when the step's backward is over and the last one is needed at the end of the forward behind
+it, with clip="layer" at the end of that backward.
 """
 
 from __future__ import annotations
