@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatrain.base.units import format_count, format_number
+from megatrain.base.units import format_count, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_table
 from megatrain.commands.length import RunLength
 from megatrain.commands.progress import WINDOW_STEPS, ProgressDisplay, SpeedMeter, Work
@@ -229,3 +229,21 @@ def test_the_length_of_a_run(
 def test_checkpoints_on_the_disk_at_one_time(changes: dict[str, object], num_checkpoints: int) -> None:
     length = RunLength.of(arguments(**changes), num_rows=20, num_tokens=2000)
     assert length.num_checkpoints(arguments(**changes)) == num_checkpoints
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.97, "1 min 00 s"),
+        (98.98, "1 min 39 s"),
+        (119.6, "2 min 00 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
+        (7199, "2 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_times_are_rounded_to_their_last_figure(seconds: float, told: str) -> None:
+    assert format_seconds(seconds) == told

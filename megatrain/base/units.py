@@ -17,11 +17,12 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`2 h 05 min`, `3 min 20 s`, `12.3 s`."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    """`2 h 05 min`, `3 min 20 s`, `12.3 s`: rounded to the last figure that is shown."""
+    minutes, whole = round(seconds / 60), round(seconds)
+    if whole >= 3600:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    if round(seconds, 1) >= 60:
+        return f"{whole // 60} min {whole % 60:02d} s"
     return f"{seconds:.1f} s"
 
 
