@@ -35,7 +35,7 @@ the model leaves in its cache.
 Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, a second one ends the run at once
 (`training.save_strategy` makes checkpoints on the way). A run goes on from its newest checkpoint that is not damaged:
 
-    megatrain resume runs/own_documents training.max_steps=200
+    megatrain resume runs/own-documents training.max_steps=200
     megatrain train recipes/own_documents.yaml training.resume_from_checkpoint=true
 
 The first takes recipe and settings from the output folder, which keeps them; settings may be added. A run of your own

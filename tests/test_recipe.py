@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,12 @@ def test_the_docs_are_what_the_dataclasses_say() -> None:
         docs = script.field_docs(section)
         for key in field_types(section):
             assert docs[key] and f"`{name}.{key}`" in rendered
+
+
+def test_folders_of_runs_that_the_docs_name_are_those_that_recipes_make() -> None:
+    root = Path(__file__).resolve().parents[1]
+    texts = [*(root / "docs").glob("*.md"), root / "README.md", *(root / "recipes").glob("*.yaml")]
+    named = {folder for path in texts for folder in re.findall(r"\bruns/[\w.-]*\w", path.read_text())}
+    made = {str(load_recipe(file, ["data.path=x"]).output_dir) for file in (root / "recipes").glob("*.yaml")}
+    assert "runs/own-documents" in named
+    assert named <= made
