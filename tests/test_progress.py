@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -142,9 +143,9 @@ def test_a_terminal_gets_a_bar_that_ends_with_the_training() -> None:
     run_display(console)
     printed = console.file.getvalue()
     bar, after = printed.rsplit("afterwards", 1)
-    assert "2/2 loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  0.0 s left" in bar
-    assert "training" not in after, "the bar was drawn again after its end"
-    assert "step 1/2" not in printed
+    assert "\u2501  loss 1.0000  50 tokens/s  0.0003 TFLOPS  stall 0%  0.0 s left" in bar
+    assert "loss" not in after, "the bar was drawn again after its end"
+    assert "step 1/2  loss" not in printed, "a log was printed as a line"
 
 
 def test_an_error_ends_the_bar_too() -> None:
@@ -229,6 +230,37 @@ def test_the_length_of_a_run(
 def test_checkpoints_on_the_disk_at_one_time(changes: dict[str, object], num_checkpoints: int) -> None:
     length = RunLength.of(arguments(**changes), num_rows=20, num_tokens=2000)
     assert length.num_checkpoints(arguments(**changes)) == num_checkpoints
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "told"),
+    [
+        (15, ["step 123/4567"]),
+        (30, ["step 123/4567", "loss 3.5000"]),
+        (60, ["step 123/4567", "loss 3.5000", "50 tokens/s", "2 h 28 min left"]),
+        (80, ["step 123/4567", "loss 3.5000", "50 tokens/s", "stall 10%", "2 h 28 min left"]),
+        (
+            120,
+            ["step 123/4567", "\u2501", "loss 3.5000", "50 tokens/s", "0.0003 TFLOPS", "stall 10%", "2 h 28 min left"],
+        ),
+    ],
+)
+def test_the_step_is_the_last_to_leave_a_short_line(num_columns: int, told: list[str]) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=num_columns, color_system=None, highlight=False)
+    counters = Counters()
+    state = SimpleNamespace(global_step=122, max_steps=4567)
+    with ProgressDisplay(console, counters.meter()) as display:
+        display.on_train_begin(None, state, None)
+        state.global_step = 123
+        counters.seconds += 2.0
+        counters.work = Work(num_tokens=counters.work.num_tokens + 100, stall_seconds=5.2)
+        display.on_step_end(None, state, SimpleNamespace(should_log=True))
+        display.on_log(None, state, None, {"loss": 3.5})
+    (line,) = re.findall(r"(?:^|\r|\x1b\[2K)(step 123/[^\n\r\x1b]*)", file.getvalue())[-1:]
+    assert len(line) <= num_columns
+    shown = re.split(r"  +", line.strip())
+    assert [re.sub("[\u2501\u2578]+", "\u2501", text) for text in shown] == told
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback
 
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 
 WINDOW_STEPS = 10
 """The bar shows the mean speed of so many steps."""
+
+
+GAP = "  "
+LEAST_BAR_COLUMNS = 8
+"""A shorter bar shows nothing."""
+
+
+class Figure(NamedTuple):
+    text: str
+    rank: int
+    """Where the line is short, figures of higher rank go first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +72,12 @@ class Speed:
     def stall_share(self) -> float:
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
-    def __str__(self) -> str:
-        return f"{self.tokens_per_second:,.0f} tokens/s  {self.model_tflops:.3g} TFLOPS  stall {self.stall_share:.0%}"
+    def figures(self) -> list[Figure]:
+        return [
+            Figure(f"{self.tokens_per_second:,.0f} tokens/s", rank=3),
+            Figure(f"{self.model_tflops:.3g} TFLOPS", rank=5),
+            Figure(f"stall {self.stall_share:.0%}", rank=4),
+        ]
 
 
 class SpeedMeter:
@@ -134,7 +149,7 @@ class ProgressDisplay(TrainerCallback):
         if self._console.is_terminal:
             self._progress = _bar(self._console)
             done, total = state.global_step, state.max_steps
-            self._task = self._progress.add_task("training", completed=done, total=total, figures="")
+            self._task = self._progress.add_task(_step(state), completed=done, total=total, figures=())
             self._progress.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -157,7 +172,7 @@ class ProgressDisplay(TrainerCallback):
         if self._progress is not None:
             self._refresh(state)
             return
-        self._console.print(f"{_step(state)}  {self._figures(state)}")
+        self._console.print(GAP.join([_step(state), *(figure.text for figure in self._figures(state))]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._stop()
@@ -169,11 +184,12 @@ class ProgressDisplay(TrainerCallback):
 
     def _refresh(self, state: Any) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=state.global_step, figures=self._figures(state))
+            figures = self._figures(state)
+            self._progress.update(self._task, description=_step(state), completed=state.global_step, figures=figures)
 
-    def _figures(self, state: Any) -> str:
-        loss = "" if self.last_loss is None else f"loss {self.last_loss:.4f}  "
-        return f"{loss}{self._meter.recent()}  {self._left(state)}"
+    def _figures(self, state: Any) -> list[Figure]:
+        loss = [] if self.last_loss is None else [Figure(f"loss {self.last_loss:.4f}", rank=1)]
+        return [*loss, *self._meter.recent().figures(), Figure(self._left(state), rank=2)]
 
     def _left(self, state: Any) -> str:
         return f"{format_seconds(self._seconds_a_step() * (state.max_steps - state.global_step))} left"
@@ -187,14 +203,33 @@ def _step(state: Any) -> str:
     return f"step {state.global_step}/{state.max_steps}"
 
 
-def _bar(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def fitting(figures: Sequence[Figure], num_columns: int) -> list[str]:
+    """Texts of the figures that fit beside each other, each behind a gap; the others go by their rank."""
+    kept = list(figures)
+    while kept and sum(len(GAP) + len(figure.text) for figure in kept) > num_columns:
+        kept.remove(max(kept, key=lambda figure: figure.rank))
+    return [figure.text for figure in kept]
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        console=console,
-        expand=True,
-    )
+
+def _bar(console: Console) -> Progress:
+    from rich.progress import Progress, ProgressColumn, Task
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    class Line(ProgressColumn):
+        """The step, a bar in what is left of the line, figures. The step stays; the bar is the first to go."""
+
+        def render(self, task: Task) -> Table:
+            texts = fitting(task.fields["figures"], console.width - len(task.description))
+            used_columns = len(GAP.join([task.description, *texts]))
+            bar_columns = console.width - used_columns - len(GAP)
+            cells: list[Any] = [task.description, *texts]
+            if bar_columns >= LEAST_BAR_COLUMNS:
+                cells.insert(1, ProgressBar(total=task.total, completed=task.completed, width=bar_columns))
+            line = Table.grid(padding=(0, len(GAP), 0, 0), pad_edge=False)
+            for _ in cells:
+                line.add_column(no_wrap=True)
+            line.add_row(*cells)
+            return line
+
+    return Progress(Line(), console=console, expand=True)
