@@ -218,6 +218,29 @@ def check_activations() -> str:
     return f"{len(different)} weights differ: {different[:3]}" if different else ""
 
 
+def check_kept(make: Callable, precision: str, **settings: Any) -> str:
+    """Blocks that keep what they compute inside, and groups of micro-batches: bit-equal to recomputing all at once."""
+    truth = trained(make, precision, StreamOptions(serial=True), **settings)
+    blocks = make().config.num_hidden_layers
+    for first, group in ((0, None), (1, 1), (0, 3)):
+        kept = tuple(f"model.layers.{number}" for number in range(first, blocks))
+        options = StreamOptions(kept_layers=kept, micro_batches_a_visit=group, num_slots=1, poison=True)
+        state = trained(make, precision, options, **settings)
+        different = [name for name in truth if not torch.equal(truth[name], state[name])]
+        if different:
+            return f"{len(different)} weights differ with {group or 'all'} micro-batches at a time: {different[:3]}"
+    return ""
+
+
+def check_pieces() -> str:
+    """Head and loss in pieces: losses and weights near those of whole logits."""
+    truth = trained(llama, "fp32", StreamOptions(), logits_in_pieces=False)
+    state = trained(llama, "fp32", StreamOptions(), logits_in_pieces=True)
+    weights = [name for name in truth if name.startswith(("model.", "lm_head."))]
+    worst = max(float((truth[n] - state[n]).norm() / truth[n].norm().clamp(min=1e-6)) for n in weights)
+    return "" if worst < 1e-3 else f"relative difference {worst:.1e}"
+
+
 def check_compiled() -> str:
     """Compiled templates: no fall-back to eager, and weights near those of eager bf16 training."""
     truth = trained(llama, "bf16", StreamOptions())
@@ -253,6 +276,10 @@ def run_correctness() -> bool:
         "places split, 8bit, clip by layer": lambda: check_places("bf16", optimizer_compression="8bit", clip="layer"),
         "homes moved at a step boundary": lambda: check_moved(optimizer_compression="8bit"),
         "homes moved at a step boundary, clip by layer": lambda: check_moved(clip="layer"),
+        "kept insides and groups fp32": lambda: check_kept(llama, "fp32"),
+        "kept insides and groups bf16 dropout": lambda: check_kept(lambda: llama(0.1), "bf16"),
+        "kept insides and groups mixtral bf16": lambda: check_kept(mixtral, "bf16"),
+        "head and loss in pieces": check_pieces,
         "verify_transfers": check_verified,
         "compiled llama bf16": check_compiled,
     }
