@@ -97,3 +97,18 @@ def test_the_file_tree_names_every_room_and_file_at_the_top() -> None:
 def test_the_file_tree_names_every_script() -> None:
     tree = blocks("")[2]
     assert all(path.name in tree for path in (ROOT / "scripts").glob("*.py"))
+
+
+def test_every_path_of_the_file_tree_is_there() -> None:
+    """The other way round: a file that has moved, or gone, leaves the tree too."""
+    folder = ROOT
+    for line in blocks("")[2].splitlines():
+        name = line.split()[0]
+        is_inside = line.startswith("  ")
+        folder = folder if is_inside else ROOT / name
+        path = folder / name if is_inside else folder
+        assert path.is_dir() if name.endswith("/") else path.is_file(), f"README's file tree names {path}"
+    for name in re.findall(
+        r"\w+\.(?:py|yaml)", " ".join(line for line in blocks("")[2].splitlines() if line[0] != " ")
+    ):
+        assert list(ROOT.glob(f"*/{name}")), f"README's file tree names {name}"
