@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from trainer_helpers import llama, train
 
 import megatrain as mt
 from megatrain import cli
+from megatrain.save.checkpoints import MANIFEST_NAME, damage_of
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,42 @@ def test_verify_of_a_model_without_manifest(tmp_path: Path, capsys: pytest.Captu
     shards[0].unlink()
     assert cli.run_command(["verify", str(tmp_path)]) == 1
     assert "more tensors of model.safetensors.index.json are in no file" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.json", "config.json"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (lambda _: b"", "is empty"),
+        (lambda data: data[: len(data) // 2], "cannot be read"),
+        (lambda _: b"\x80\x02garbage" * 50, "cannot be read"),
+        (lambda _: b"[]", "is not what its name says"),
+    ],
+    ids=["empty", "cut", "garbage", "list"],
+)
+def test_json_files_are_looked_at_without_a_manifest(
+    run: Path, name: str, content: Callable[[bytes], bytes], told: str, capsys: pytest.CaptureFixture
+) -> None:
+    folder = run / "checkpoint-6"
+    (folder / MANIFEST_NAME).unlink()
+    assert cli.run_command(["verify", str(folder)]) == 0
+    (folder / name).write_bytes(content((folder / name).read_bytes()))
+    (folder / "notes.json").write_text("mine {")
+    assert cli.run_command(["verify", str(folder)]) == 1
+    assert f"checkpoint-6 is damaged: {name} {told}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_json_files_that_lack_what_going_on_needs(run: Path) -> None:
+    folder = run / "checkpoint-6"
+    (folder / MANIFEST_NAME).unlink()
+    for name, key in (("trainer_state.json", "global_step"), ("optimizer.json", "format")):
+        (folder / name).write_text("{}")
+        assert f"{name} has no {key!r}" in damage_of(folder)
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    (folder / "scheduler.pt").unlink()
+    (folder / "scheduler.pt").mkdir()
+    assert {told.split()[0] for told in damage_of(folder)} > {"config.json", "scheduler.pt"}
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from megatrain.base.errors import UserError
 from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.base.units import format_number
-from megatrain.save.checkpoints import check_sound, checkpoints_in, missing_in, newest_sound
+from megatrain.save.checkpoints import STATE_NAME, check_sound, checkpoints_in, missing_in, newest_sound
 from megatrain.save.folder import WEIGHT_NAMES
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 KEY = "training.resume_from_checkpoint"
-STATE_NAME = "trainer_state.json"
 
 
 def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:

@@ -32,6 +32,14 @@ SETTINGS_NAME = "optimizer.json"
 FOREIGN_OPTIMIZER_NAME = "optimizer.pt"
 """The optimizer of a checkpoint that plain transformers saved."""
 
+STATE_NAME = "trainer_state.json"
+JSON_NAMES = {
+    *(STATE_NAME, SETTINGS_NAME, "config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+}
+"""Of checkpoints and models, as far as their names tell: other files may hold whatever they like."""
+_NEEDED_KEYS = {STATE_NAME: {"global_step"}, SETTINGS_NAME: {"format", "moments", "groups", "steps"}}
+
 PIECE_BYTES = 16 * MIB
 """Files are read, written and hashed in pieces of this size, by several threads."""
 
@@ -77,7 +85,7 @@ def write_manifest(folder: Path, known: Mapping[str, Written] | None = None) -> 
 
 def missing_in(folder: Path) -> list[str]:
     """Files that going on from a checkpoint takes, besides weights, and that it lacks."""
-    needed = ["trainer_state.json", SETTINGS_NAME, f"{OPTIMIZER_STEM}.safetensors", "scheduler.pt"]
+    needed = [STATE_NAME, SETTINGS_NAME, f"{OPTIMIZER_STEM}.safetensors", "scheduler.pt"]
     if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
         needed[1:3] = []
     elif (folder / f"{OPTIMIZER_STEM}.safetensors.index.json").is_file():
@@ -174,7 +182,8 @@ def _signature(noted: Mapping[Path, tuple[int, str]]) -> tuple:
 
 
 def _unreadable_in(folder: Path) -> list[str]:
-    """What is wrong as far as files tell themselves: some cut short, shards or tensors that lack."""
+    """What is wrong as far as files tell themselves: cut short, not what their names say, shards or tensors that
+    lack."""
     from safetensors import SafetensorError, safe_open
 
     damage: list[str] = []
@@ -187,9 +196,10 @@ def _unreadable_in(folder: Path) -> list[str]:
             damage.append(f"{path.name} cannot be read ({error})")
     damage += [
         f"{path.name} cannot be read (its end is missing)"
-        for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth")))
-        if not zipfile.is_zipfile(path)
+        for path in sorted((*folder.glob("*.pt"), *folder.glob("*.pth"), *folder.glob("training_args.bin")))
+        if path.is_dir() or not zipfile.is_zipfile(path)
     ]
+    damage += [told for name in sorted(JSON_NAMES) if (told := _damage_of_json(folder / name))]
     for index in sorted(folder.glob("*.safetensors.index.json")) if not damage else ():
         try:
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -199,6 +209,23 @@ def _unreadable_in(folder: Path) -> list[str]:
         if lacking:
             damage.append(f"{lacking[0]} and {len(lacking) - 1} more tensors of {index.name} are in no file")
     return damage
+
+
+def _damage_of_json(path: Path) -> str:
+    """Of a file without which there is none, what is wrong with it. Bytes that have become others of the same kind are
+    not seen."""
+    if not path.exists():
+        return ""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        return (
+            f"{path.name} cannot be read ({error})" if path.is_dir() or path.stat().st_size else f"{path.name} is empty"
+        )
+    if not isinstance(values, dict):
+        return f"{path.name} is not what its name says: it holds no {{...}}"
+    lacking = sorted(_NEEDED_KEYS.get(path.name, set()) - values.keys())
+    return f"{path.name} has no {lacking[0]!r}" if lacking else ""
 
 
 def _damage(folder: Path, path: Path, num_bytes: int, checksum: str, pool: Executor) -> str:

@@ -21,6 +21,7 @@ from megatrain.save.checkpoints import (
     MANIFEST_NAME,
     OPTIMIZER_STEM,
     SETTINGS_NAME,
+    STATE_NAME,
     check_sound,
 )
 from megatrain.save.folder import WEIGHT_NAMES, whole_folder
@@ -31,7 +32,6 @@ from megatrain.store.masters import join
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INDEX_NAME = WEIGHT_NAMES[1]
-STATE_NAME = "trainer_state.json"
 _OF_TRAINING = {
     *(MANIFEST_NAME, FACTS_NAME, SETTINGS_NAME, FOREIGN_OPTIMIZER_NAME, STATE_NAME),
     *("scheduler.pt", "training_args.bin"),
