@@ -51,7 +51,7 @@ from megatrain.save.checkpoints import (
 from megatrain.save.folder import whole_folder
 from megatrain.save.layers import can_save_by_layer
 from megatrain.save.saving import Saving, spare_host_bytes
-from megatrain.save.weights import checkpoint_bytes, read_exact, read_optimizer, read_weights
+from megatrain.save.weights import check_saved, checkpoint_bytes, read_exact, read_optimizer, read_weights
 from megatrain.stopping import StopWhenTold
 from megatrain.trainer_card import trainer_facts
 
@@ -359,6 +359,7 @@ class CheckpointingTrainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         check_sound(best, "load_best_model_at_end")
+        check_saved(self.model, self.engine, best)
         read_weights(self.model, best)
         read_exact(self.model, self.engine, best)
 

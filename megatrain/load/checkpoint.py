@@ -9,11 +9,8 @@ The files of the next layer are read while one is converted (`load/shards.py`).
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,23 +21,13 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
-from transformers.utils import logging
 
 from megatrain.base.errors import UserError
 from megatrain.load.shards import Once, ReadAhead, Stored, open_shard, read_headers
 from megatrain.load.units import RESIDENT, Units, lent_parameters
+from megatrain.save.key_mapping import Outline, on_meta, without_bar
 
 _BUFFERS = "buffers"
-
-
-class _Outline:
-    """A tensor of a shard as far as its header tells. Reading it gives a tensor on the meta device."""
-
-    def __init__(self, shape: list[int]) -> None:
-        self.shape = shape
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return torch.empty(self.shape, device="meta")
 
 
 class WholeModelError(UserError):
@@ -62,7 +49,7 @@ class Checkpoint:
         self._model = model
         self._settings = dataclasses.replace(settings, device_map=None)
         self._dry_settings = dataclasses.replace(
-            settings, device_map={"": "meta"}, weight_mapping=_anywhere(settings.weight_mapping)
+            settings, device_map={"": "meta"}, weight_mapping=on_meta(settings.weight_mapping)
         )
         self._expected = set(model.state_dict())
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -118,7 +105,7 @@ class Checkpoint:
         for unit, keys in self._units.items():
             if unit == _BUFFERS:
                 continue
-            info = self._convert({key: _Outline(one.shape) for key, one in keys.items()}, self._dry_settings)
+            info = self._convert({key: Outline(one.shape) for key, one in keys.items()}, self._dry_settings)
             wrong = {name for name, *_ in info.mismatched_keys}
             made = self._expected - info.missing_keys - wrong
             if others := made - self._parameters:
@@ -143,7 +130,7 @@ class Checkpoint:
         return whole
 
     def _convert(self, tensors: dict[str, Any], settings: Any) -> Any:
-        with _no_bar():
+        with without_bar():
             info, _ = convert_and_load_state_dict_in_model(self._model, tensors, settings)
         return info
 
@@ -161,25 +148,6 @@ def damaged_file(folder: str | os.PathLike[str]) -> UserError | None:
     return None
 
 
-def _anywhere(mapping: list[Any] | None) -> list[Any] | None:
-    """The conversions, none of which insists on the CPU: a tensor on meta cannot be moved there."""
-    mapping = copy.deepcopy(mapping)
-    for entry in mapping or ():
-        if getattr(entry, "force_cpu", False):
-            entry.force_cpu = False
-    return mapping
-
-
 def _conversion_error(info: Any) -> UserError:
     name, error = next(iter(info.conversion_errors.items()))
     return UserError(f"{name} cannot be made from the checkpoint's keys: {error}; its files belong to another model")
-
-
-@contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """Without transformers' progress bar, which would be drawn once a layer."""
-    previous = logging.set_tqdm_hook(lambda factory, args, keywords: logging.EmptyTqdm(*args, **keywords))
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(previous)

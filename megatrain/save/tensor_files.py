@@ -306,6 +306,11 @@ class MappedTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._files[name].get_tensor(name)
 
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Its dtype, as safetensors names it, and its shape."""
+        of = self._files[name].get_slice(name)
+        return of.get_dtype(), tuple(of.get_shape())
+
     def __contains__(self, name: object) -> bool:
         return name in self._files
 
@@ -317,11 +322,15 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
 
 def tensor_files(folder: Path, stem: str) -> list[Path]:
-    """`STEM.safetensors`, or the shards that its index names; none where neither is there."""
+    """`STEM.safetensors`, or the shards that its index names; none where neither is there. Raises UserError for an
+    index that cannot be read."""
     index = folder / f"{stem}{SUFFIX}.index.json"
     if (folder / f"{stem}{SUFFIX}").is_file():
         return [folder / f"{stem}{SUFFIX}"]
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} cannot be read ({error}): it is damaged, or incomplete") from error
         return [folder / name for name in sorted(names)]
     return []

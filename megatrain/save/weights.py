@@ -1,6 +1,7 @@
 """Reading saved weights back into a model that is streamed already, and the bits of its masters that they lack.
 
-Rule: a parameter that the folder does not have is an error, never a silent leftover of the old weights.
+Rule: a parameter that the folder does not have is an error, never a silent leftover of the old weights; and all is
+looked at (`save/fitting.py`) before the first is overwritten.
 Host memory grows by one group of tensors, not by the model, except for architectures whose files name their weights
 differently from the live model (fused experts): those are read as a plain model beside it, a layer at a time where
 `mt.init` was called.
@@ -8,6 +9,7 @@ differently from the live model (fused experts): those are read as a plain model
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -21,11 +23,11 @@ from torch import nn
 from megatrain.base.errors import UserError
 from megatrain.base.units import GIB
 from megatrain.execute.engine import Engine
-from megatrain.execute.model import StreamedModel
 from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.saved import state_dict_of
 from megatrain.save.adapters import read_adapters, saves_adapters, trained_bytes
 from megatrain.save.checkpoints import FOREIGN_OPTIMIZER_NAME, OPTIMIZER_STEM, SETTINGS_NAME
+from megatrain.save.fitting import check_weights, plain_class_of, widest_dtype
 from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.save.layers import LOW_HALF, WHOLE, lacking_bytes, lacks_bits
 from megatrain.save.tensor_files import WEIGHTS_STEM, MappedTensors, tensor_files
@@ -38,23 +40,31 @@ logger = logging.getLogger("megatrain")
 GROUP_BYTES = GIB
 
 
+def check_saved(model: nn.Module, engine: Engine, folder: Path) -> None:
+    """Whether `read_weights` and `read_exact` can take what `folder` has: headers are looked at, nothing is changed.
+
+    Raises UserError that names what lacks, or does not fit. Adapters are looked at when they are read.
+    """
+    if _has_adapters_alone(model, folder):
+        return
+    weight_files(folder)
+    check_weights(model, folder)
+    _check_exact(engine, folder)
+
+
 def read_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Copy the weights in `folder` (safetensors, one file or sharded) into `model`, in place.
 
-    Raises UserError when the folder has no weights, or lacks one that the model has. Of a model that saves its adapters
-    alone, the base keeps what it has.
+    Raises UserError when the folder has no weights, or other than the model has: then none is changed. Of a model that
+    saves its adapters alone, the base keeps what it has.
     """
-    if saves_adapters(model) and not _has_weights(Path(folder)):
-        read_adapters(model, Path(folder))
+    folder = Path(folder)
+    if _has_adapters_alone(model, folder):
+        read_adapters(model, folder)
         return
-    missing = _missing(model, _copy_groups(model, _tensors(Path(folder))))
-    if missing and hasattr(type(model), "from_pretrained"):
-        missing = _missing(model, _copy_groups(model, _tensors_of_plain(model, folder)))
-    if missing:
-        raise UserError(
-            f"{os.fspath(folder)} lacks {len(missing)} weights of this model, such as {missing[0]}: "
-            "give a folder that was saved from the same architecture"
-        )
+    weight_files(folder)
+    is_named_alike = check_weights(model, folder)
+    _copy_groups(model, _tensors(folder) if is_named_alike else _tensors_of_plain(model, folder))
 
 
 def checkpoint_bytes(model: nn.Module, engine: Engine, optimizer: HomeOptimizer | None = None) -> int:
@@ -144,8 +154,39 @@ def saved_master(folder: Path) -> str | None:
         return None
 
 
-def _has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in WEIGHT_NAMES)
+def _check_exact(engine: Engine, folder: Path) -> None:
+    """Low halves and whole masters: each of the size of its weight; all of them, or none."""
+    saved, weights = MappedTensors(folder, OPTIMIZER_STEM), MappedTensors(folder, WEIGHTS_STEM)
+    is_fp32, trained = _masters_in(folder)
+    for field in _fields(engine):
+        for ending, dtype, shape in ((WHOLE, "F32", tuple(field.shape)), (LOW_HALF, "I16", (field.numel,))):
+            name = f"{field.name}{ending}"
+            if name in saved and saved.header(name) != (dtype, shape):
+                raise UserError(
+                    f"{folder}: {name} was saved as {saved.header(name)}, and this model's is {(dtype, shape)}: give "
+                    "another checkpoint"
+                )
+        was_rounded = field.name in weights and weights.header(field.name)[0] in ("BF16", "F16")
+        has_rest = f"{field.name}{WHOLE}" in saved or f"{field.name}{LOW_HALF}" in saved
+        if is_fp32 and was_rounded and field.name in trained and not has_rest:
+            raise UserError(
+                f"{folder} lacks {field.name}{LOW_HALF}, the bits of its master that its weight lacks: give "
+                "another checkpoint, or start a new run from the weights"
+            )
+
+
+def _masters_in(folder: Path) -> tuple[bool, set[str]]:
+    """Whether masters were exact, and of which parameters; no where nothing tells."""
+    try:
+        settings = json.loads((folder / SETTINGS_NAME).read_text(encoding="utf-8"))
+        trained = {name for group in settings["groups"] for name in group["parameters"]}
+        return settings.get("master") in ("fp32", "split"), trained
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False, set()
+
+
+def _has_adapters_alone(model: nn.Module, folder: Path) -> bool:
+    return saves_adapters(model) and not any((folder / name).is_file() for name in WEIGHT_NAMES)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -165,9 +206,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def _tensors_of_plain(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    plain_class = next(cls for cls in type(model).__mro__ if not issubclass(cls, StreamedModel))
-    state = plain_class.from_pretrained(folder, dtype="auto").state_dict(keep_vars=True)
+def _tensors_of_plain(model: nn.Module, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    plain_class: Any = plain_class_of(model)
+    # By the live model's config, with which all was looked at: what the folder's says beside it is not asked.
+    config = copy.deepcopy(model.config)
+    state = plain_class.from_pretrained(folder, config=config, dtype=widest_dtype(folder)).state_dict(keep_vars=True)
     seen: set[int] = set()
     while state:
         name, value = state.popitem(last=False)
@@ -180,25 +223,14 @@ def _tensors_of_plain(model: nn.Module, folder: str | os.PathLike[str]) -> Itera
             value.data = torch.empty(0, dtype=value.dtype)
 
 
-def _missing(model: nn.Module, seen: set[str]) -> list[str]:
-    """Parameters of which no name is in `seen`; a tied one has several names and is saved under one of them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [aliases[0] for aliases in names.values() if seen.isdisjoint(aliases)]
-
-
-def _copy_groups(model: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-    """Copy tensors into the model, about GROUP_BYTES at a time. Returns the names that were given."""
-    seen: set[str] = set()
+def _copy_groups(model: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors into the model, about GROUP_BYTES at a time."""
     group: dict[str, torch.Tensor] = {}
     group_bytes = 0
     for name, tensor in tensors:
-        seen.add(name)
         group[name] = tensor
         group_bytes += tensor.nbytes
         if group_bytes >= GROUP_BYTES:
             model.load_state_dict(group, strict=False)
             group, group_bytes = {}, 0
     model.load_state_dict(group, strict=False)
-    return seen
