@@ -198,7 +198,7 @@ def test_settings_that_were_edited_are_refused_by_name(stopped: Path, tmp_path: 
     settings = json.loads((checkpoint / "optimizer.json").read_text())
     (checkpoint / "optimizer.json").write_text(json.dumps(edit(settings)))
     mt.init(device="cpu", precision="bf16")
-    with pytest.raises(mt.UserError, match=r"optimizer\.json is not what was written|the saved optimizer"):
+    with pytest.raises(mt.UserError, match=r"optimizer\.json (is not what|has no)|the saved optimizer"):
         make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(checkpoint))
 
 
