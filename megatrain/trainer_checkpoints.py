@@ -37,6 +37,7 @@ from megatrain.execute.report import say_on_a_line_of_its_own
 from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.commit import check_whole
 from megatrain.optim.saved import settings_of
+from megatrain.resuming import check_random_state, check_state, load_scheduler, read_foreign_optimizer
 from megatrain.run_plan import disk_write_rate
 from megatrain.save.adapters import save_trained, saves_adapters
 from megatrain.save.card import WEIGHTS, Facts, write_card, write_facts
@@ -338,22 +339,32 @@ class CheckpointingTrainer(transformers.Trainer):
                 "with save_only_model, or by something else): start a new run from its weights instead"
             )
         check_sound(folder, "resume_from_checkpoint")
-        read_weights(self.model, folder)
-        read_exact(self.model, self.engine, folder)
+        check_state(folder)
+        check_random_state(folder)
+        check_saved(self.model, self.engine, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Also loads the weights, which `_load_from_checkpoint` has looked at: the optimizer, which is made between the
+        two, can refuse a checkpoint as well, and nothing is overwritten before all has been looked at."""
         if checkpoint is None:
             return
         folder, now = Path(checkpoint), arithmetic_of(self, self._max_steps)
         # Mapped, not read: the saved moments need not fit beside those at home.
         if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
-            saved = torch.load(folder / FOREIGN_OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+            saved = read_foreign_optimizer(folder / FOREIGN_OPTIMIZER_NAME)
             said = said_of_resuming(folder.name, None, now)
         else:
             settings, saved = read_optimizer(folder, self.optimizer)
             said = said_of_resuming(folder.name, settings.get("arithmetic"), now)
-        self.optimizer.load_state_dict(saved)
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        load_optimizer = self.optimizer.prepared_load(saved)
+        take_schedule_back = load_scheduler(self.lr_scheduler, folder)
+        try:
+            read_weights(self.model, folder)
+        except UserError:  # adapters are looked at when they are read
+            take_schedule_back()
+            raise
+        read_exact(self.model, self.engine, folder)
+        load_optimizer()
         say_on_a_line_of_its_own(f"megatrain: {said}")
 
     def _load_best_model(self) -> None:

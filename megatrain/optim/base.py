@@ -210,11 +210,14 @@ class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
         """Take over moments, step counts and group settings; moments of another format are converted, and it says so.
         An average that was not saved starts as the weights are now, and it says so.
 
-        Raises ValueError when groups do not match, UserError when states or numbers do not fit, or ask for another rule
-        than states are made for; nothing has changed then.
+        Raises UserError when groups, states or numbers do not fit, or ask for another rule than states are made for;
+        nothing has changed then.
         """
+        self.prepared_load(state_dict)()
+
+    def prepared_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """What does `load_state_dict`, of which all that can be refused has been: the errors there are raised here."""
         self._wait()
-        self._open_step.give_up("states are loaded")
         assert self._engine is not None
         self._engine.set_aside.check("optimizer.load_state_dict")
         state_dict = state_dicts.through(self._optimizer_load_state_dict_pre_hooks, self, state_dict)
@@ -223,14 +226,19 @@ class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
             self.check_group(group)
         checks.check_rules(wanted, self.rule, self._rules)
         loads = state_dicts.checked_loads(state_dict, self.param_groups, self._states, self._rules, self.moments)
-        # All have been looked at: nothing is overwritten by a state that does not fit.
-        for group, now in zip(self.param_groups, wanted, strict=True):
-            group.update(now)
-        for load in loads:
-            load.run()
-        state_dicts.report(loads, self.moments)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+
+        def load() -> None:
+            self._wait()
+            self._open_step.give_up("states are loaded")
+            for group, now in zip(self.param_groups, wanted, strict=True):
+                group.update(now)
+            for one in loads:
+                one.run()
+            state_dicts.report(loads, self.moments)
+            for after in self._optimizer_load_state_dict_post_hooks.values():
+                after(self)
+
+        return load
 
     def close(self) -> None:
         """Wait for the updates and end the worker threads."""

@@ -57,8 +57,8 @@ def through(hooks: Mapping[int, Callable[..., Any]], optimizer: Any, state_dict:
 def with_saved_numbers(groups: Sequence[Group], state_dict: Any) -> list[Group]:
     """The groups with copies of the saved ones' numbers.
 
-    Raises UserError for what is no state_dict of an optimizer, and for states that no group names; ValueError when
-    groups do not match.
+    Raises UserError for what is no state_dict of an optimizer, for states that no group names, and when groups do not
+    match.
     """
     for section, kind in (("state", Mapping), ("param_groups", Sequence)):
         if not (isinstance(state_dict, Mapping) and isinstance(state_dict.get(section), kind)):
@@ -69,7 +69,10 @@ def with_saved_numbers(groups: Sequence[Group], state_dict: Any) -> list[Group]:
     check_rule(groups, saved)
     sizes, saved_sizes = [[len(group["params"]) for group in of] for of in (groups, saved)]
     if sizes != saved_sizes:
-        raise ValueError(f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}")
+        raise UserError(
+            f"the saved optimizer has groups of {saved_sizes} parameters, this one of {sizes}: make it as it was when "
+            "it was saved (frozen parameters, groups with and without weight decay)"
+        )
     named = dict.fromkeys(number for group in saved for number in group["params"])
     nameless = [key for key in state_dict["state"] if key not in named]
     if nameless:

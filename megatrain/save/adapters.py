@@ -43,8 +43,20 @@ def save_trained(model: nn.Module, folder: Path) -> None:
 def read_adapters(model: nn.Module, folder: Path) -> None:
     """Copy the adapters in `folder`, and what `save_trained` wrote there if it did, into `model`, in place.
 
-    Raises UserError when the folder lacks an adapter, or a parameter that trains.
+    Raises UserError when the folder lacks an adapter, or a parameter that trains; nothing has changed then.
     """
+    # peft tells what does not fit while it loads.
+    before = {name: parameter.master() for name, parameter in _trained(model).items()}
+    try:
+        _read_all(model, folder)
+    except UserError:
+        with torch.no_grad():
+            for name, parameter in _trained(model).items():
+                parameter.copy_(before[name])
+        raise
+
+
+def _read_all(model: nn.Module, folder: Path) -> None:
     is_exact = (folder / TRAINED_NAME).is_file()
     missing = set(_trained(model))
     for name, place in _adapter_folders(model, folder).items():
