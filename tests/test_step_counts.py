@@ -1,7 +1,7 @@
 """What one step costs, in numbers that no clock has a part in: visits, copies, bytes each way, waits, allocations.
 
-Of a fixed small model under fixed plans, in its fifth step. A change that makes a step dearer shows here as a number; one
-that makes it cheaper too, and is then written down.
+Of a fixed small model under fixed plans, in its fifth step. A change that makes a step dearer shows here as a number;
+one that makes it cheaper too, and is then written down.
 """
 
 from __future__ import annotations
