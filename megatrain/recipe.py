@@ -354,8 +354,28 @@ def _yaml(text: str, where: str) -> Any:
     except RecursionError:
         raise UserError(f"{where}: lists and sections nested too deep; write fewer of them into one another") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{where}: not valid YAML{_fault(error, text)}") from error
     except (ValueError, LookupError, AttributeError) as error:
         raise UserError(
             f"{where}: a value does not fit its tag (!!...) or has too many digits ({error}); write it plainly"
         ) from error
+
+
+def _fault(error: Exception, text: str) -> str:
+    """Where in the text, what, and the usual remedy, in lines that show it."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None or mark is None:
+        return f": {' '.join(str(error).split())}"
+    lines = text.splitlines() or [""]
+    number = min(mark.line, len(lines) - 1)  # where the text ended too early: its last line
+    column = mark.column if number == mark.line else len(lines[number])
+    first = max(0, column - 80)
+    shown = lines[number][first : column + 40].replace("\t", " ")
+    if "<stream end>" in problem or "end of stream" in problem:
+        remedy = "a bracket or a quote is opened and not closed"
+    elif "'\\t'" in problem:
+        remedy = "indent with spaces, not with tabs"
+    else:
+        remedy = "text that holds any of : ? # , [ ] { } & * ! | > @ ` % wants quotes, as in 'What is this?'"
+    caret = " " * (column - first) + "^"
+    return f", line {number + 1}, column {column + 1}: {problem}\n    {shown}\n    {caret}\n{remedy}"

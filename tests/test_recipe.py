@@ -229,6 +229,34 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: s
     assert named in refusal(file)
 
 
+@pytest.mark.parametrize(
+    ("text", "place", "shown", "caret", "remedy"),
+    [
+        ("a: 1\nb: [What is a home?]", "line 2, column 19", "b: [What is a home?]", 18, "wants quotes"),
+        ("b: 50% off: now", "line 1, column 11", "b: 50% off: now", 10, "wants quotes"),
+        ("b: [1,\n", "line 1, column 7", "b: [1,", 6, "not closed"),
+        ("b: 'it", "line 1, column 7", "b: 'it", 6, "not closed"),
+        ("b:\n\tc: 1", "line 2, column 1", " c: 1", 0, "spaces"),
+    ],
+)
+def test_a_slip_in_yaml_is_shown_in_its_line(
+    minimal: Path, text: str, place: str, shown: str, caret: int, remedy: str
+) -> None:
+    file = minimal.with_name("slip.yaml")
+    file.write_text(text, encoding="utf-8")
+    for told in (refusal(file), refusal(minimal, f"sample={text}")):
+        first, line, pointer, last = told.split("\n")
+        assert f"not valid YAML, {place}: " in first
+        assert (line, pointer) == (f"    {shown}", " " * (4 + caret) + "^")
+        assert remedy in last
+
+
+def test_a_slip_in_a_value_of_the_command_line_is_shown(minimal: Path) -> None:
+    told = refusal(minimal, "sample.prompts=[What is a home?]")
+    assert told.startswith("the value of sample.prompts: not valid YAML, line 1, column 16: expected")
+    assert "\n    [What is a home?]\n                   ^\ntext that" in told
+
+
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_bytes(b"\xff\xfe\x00")
