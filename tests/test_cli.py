@@ -341,6 +341,8 @@ def test_a_dry_run_tries_every_path_and_leaves_nothing(
     assert out.count("tiny step") == 1 and "megatrain: measured" not in out
     for row in ("moments, fp32", "slots", "trained model", "checkpoint", "tokens a step", "evaluation", "total"):
         assert row in out, row
+    assert re.search(r"saving the trained model +[\d.]+ s", out)
+    assert re.search(r"\d checkpoints?, each [\d.]+ s at most: written beside steps +[\d.]+ s", out), out
 
 
 def test_the_memory_rows_of_a_dry_run_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

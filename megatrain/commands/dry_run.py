@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
-from megatrain.base.units import format_bytes, format_seconds
+from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import print_fact, print_table
 from megatrain.commands.disk import check_disk, disk_rows
 from megatrain.commands.length import RunLength
@@ -49,6 +49,8 @@ class Timings:
     eval_rows: int
     sample_seconds: float
     save_seconds: float
+    """Of the trained model: weights, config, tokenizer."""
+    checkpoint_seconds: float
 
 
 def rehearse(recipe: Recipe, arguments: TrainingArguments, console: Console) -> None:
@@ -137,7 +139,9 @@ def _try_every_path(recipe: Recipe, ingredients: Ingredients, trainer: CountingT
     missing = missing_files(scratch / "model")
     assert not missing, f"the saved model lacks {missing}"
     save_seconds = time.perf_counter() - start
+    start = time.perf_counter()
     trainer._save_checkpoint(trainer.model, None)
+    checkpoint_seconds = time.perf_counter() - start
     return Timings(
         step_seconds=step_seconds,
         step_tokens=tokens_after - tokens_before,
@@ -145,6 +149,7 @@ def _try_every_path(recipe: Recipe, ingredients: Ingredients, trainer: CountingT
         eval_rows=eval_rows,
         sample_seconds=sample_seconds,
         save_seconds=save_seconds,
+        checkpoint_seconds=checkpoint_seconds,
     )
 
 
@@ -182,6 +187,8 @@ def _print_time(
     num_evals = 2 + length.num_evals(arguments)
     prompts = len(recipe.sample.prompts)
     sample_seconds = timings.sample_seconds * prompts * recipe.sample.max_new_tokens / TINY_TOKENS
+    num_saves = length.num_saves(arguments)
+    saves_seconds = num_saves * timings.checkpoint_seconds
     total_seconds = training_seconds + eval_seconds * num_evals + 2 * sample_seconds + timings.save_seconds
     rows = {
         "steps": f"{length.num_steps:,} ({length.num_epochs:.2f} epochs)",
@@ -191,7 +198,12 @@ def _print_time(
         ),
         f"evaluation, {num_evals} times": format_seconds(eval_seconds * num_evals),
         "samples, before and after": format_seconds(2 * sample_seconds),
-        "saving": format_seconds(timings.save_seconds),
-        "total": format_seconds(total_seconds),
+        "saving the trained model": format_seconds(timings.save_seconds),
     }
+    if num_saves:
+        each = f"{format_number(num_saves, 'checkpoint')}, each {format_seconds(timings.checkpoint_seconds)}"
+        rows[each + (" at most: written beside steps" if recipe.engine.save_in_background else "")] = format_seconds(
+            saves_seconds
+        )
+    rows["total"] = format_seconds(total_seconds + saves_seconds)
     print_table(console, "time, estimated (a full step is faster by the token than a tiny one)", rows)

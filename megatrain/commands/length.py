@@ -60,10 +60,13 @@ class RunLength:
         """Evaluations during the training."""
         return num_times(arguments.eval_strategy, arguments.eval_steps, self.num_steps, self.num_epochs)
 
+    def num_saves(self, arguments: TrainingArguments) -> int:
+        """Checkpoints that the whole run writes."""
+        return num_times(arguments.save_strategy, arguments.save_steps, self.num_steps, self.num_epochs)
+
     def num_checkpoints(self, arguments: TrainingArguments) -> int:
         """Most checkpoints on the disk at one time. The oldest goes only when the newest is complete."""
-        wanted = num_times(arguments.save_strategy, arguments.save_steps, self.num_steps, self.num_epochs)
-        limit = arguments.save_total_limit
+        wanted, limit = self.num_saves(arguments), arguments.save_total_limit
         return min(wanted, limit + 1) if limit else wanted
 
 
