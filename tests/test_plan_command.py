@@ -113,6 +113,22 @@ def test_what_if_changes_one_thing_at_a_time(capsys: pytest.CaptureFixture[str],
     assert "[bold]model" in out
 
 
+def test_the_plan_is_printed_before_what_if_is_looked_at(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[str] = []
+
+    def looked_at(*args: object, **how: object) -> list[object]:
+        before.append(capsys.readouterr().out)
+        return []
+
+    monkeypatch.setattr("megatrain.plan.what_if.what_if", looked_at)
+    code, out, _ = command(capsys, "plan", folder, "--machine", "rtx4090", "--tokens", "4x256", "--what-if")
+    assert code == 0
+    assert "largest context" in before[0] and "largest context" not in out
+    assert re.search("step s +tokens/s +speed +device", out) and "what if" in out
+
+
 def test_the_trace_is_one_that_chrome_opens(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "lanes.json"
     code, out, _ = command(capsys, "plan", folder, "--machine", "rtx4090", "--tokens", "4x256", "--trace", file)

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, machine_profile_path, user_path
 from megatrain.base.trace import writable, write_trace
 from megatrain.commands.console import make_console, print_fact
-from megatrain.commands.plan_tables import TIER_TITLES, print_plan
+from megatrain.commands.plan_tables import TIER_TITLES, print_plan, print_what_if
 
 if TYPE_CHECKING:
     from megatrain.plan.machine import Machine
@@ -65,16 +65,19 @@ def plan(model: str, options: PlanOptions) -> None:
     question = _question(outlined, machine, workload, settings, options)
     with _imports_left_alone():
         found = question.answer()
-        answers = _answers(question, found) if options.what_if else []
         context = _context(question, found)
-    if trace is not None:
-        _write_trace(found, trace)
-    if options.as_json:
-        print(json.dumps(_data(found, context, answers), indent=2))
-        return
-    print_plan(console, found, [note, _assumed(options, workload)], context, answers)
-    if trace is not None:
-        print_fact(console, "trace", f"{trace}: open it in chrome://tracing or Perfetto")
+        if trace is not None:
+            _write_trace(found, trace)
+        if options.as_json:
+            print(json.dumps(_data(found, context, _answers(question, found) if options.what_if else []), indent=2))
+            return
+        print_plan(console, found, [note, _assumed(options, workload)], context)
+        if trace is not None:
+            print_fact(console, "trace", f"{trace}: open it in chrome://tracing or Perfetto")
+        if options.what_if:
+            with console.status("what if ...") as status:
+                answers = _answers(question, found, lambda change: status.update(f"what if: {change} ..."))
+            print_what_if(console, found, answers)
 
 
 @contextlib.contextmanager
@@ -213,10 +216,11 @@ def _this_machine() -> tuple[Machine, str]:
     )
 
 
-def _answers(question: Question, found: Plan) -> list[WhatIf]:
+def _answers(question: Question, found: Plan, tell: Callable[[str], None] = lambda change: None) -> list[WhatIf]:
+    """tell: gets each change before it is planned, which takes seconds."""
     from megatrain.plan.what_if import what_if
 
-    return list(what_if(question, uses_disk=found.timeline.peak("disk") > 0))
+    return list(what_if(question, uses_disk=found.timeline.peak("disk") > 0, tell=tell))
 
 
 def _context(question: Question, found: Plan) -> int:

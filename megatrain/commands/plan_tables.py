@@ -29,18 +29,15 @@ STALL_WORDS = {
 }
 
 
-def print_plan(console: Console, found: Plan, notes: list[str], context: int, answers: list[WhatIf]) -> None:
+def print_plan(console: Console, found: Plan, notes: list[str], context: int) -> None:
     """
     Args:
         notes: what the user should know of where the machine's figures are from, and of what was assumed; may be empty.
         context: the largest, in tokens; 0 if none fits.
-        answers: to what if, where that was asked.
     """
     _print_head(console, found, notes)
     _print_memory(console, found)
     _print_time(console, found, context)
-    if answers:
-        _print_what_if(console, found, answers)
 
 
 def _print_head(console: Console, found: Plan, notes: list[str]) -> None:
@@ -148,7 +145,7 @@ def _print_time(console: Console, found: Plan, context: int) -> None:
     console.print(table)
 
 
-def _print_what_if(console: Console, found: Plan, answers: list[WhatIf]) -> None:
+def print_what_if(console: Console, found: Plan, answers: list[WhatIf]) -> None:
     from rich import box
     from rich.table import Table
 
@@ -156,7 +153,7 @@ def _print_what_if(console: Console, found: Plan, answers: list[WhatIf]) -> None
     unit, cell = _unit([answer.timeline.peak(tier) for answer in plans for tier in TIER_TITLES])
     table = Table(title="what if", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("")
-    for title in ("step s", "tokens/s", "", *(f"{title} {unit}" for title in TIER_TITLES.values())):
+    for title in ("step s", "tokens/s", "speed", *(f"{title} {unit}" for title in TIER_TITLES.values())):
         table.add_column(title, justify="right")
     _add_answer(table, "as planned", found, found.step_seconds, cell)
     for answer in answers:

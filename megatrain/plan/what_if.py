@@ -46,9 +46,15 @@ class Question:
         return plan(self.machine, self.spec_of(formats), self.workload, self.config)
 
 
-def what_if(question: Question, *, uses_disk: bool) -> Iterator[WhatIf]:
-    """The changes that are changes here, each with its plan. uses_disk: the plan without a change does."""
+def what_if(
+    question: Question, *, uses_disk: bool, tell: Callable[[str], None] = lambda change: None
+) -> Iterator[WhatIf]:
+    """The changes that are changes here, each with its plan.
+
+    uses_disk: the plan without a change does. tell: gets each change before it is planned.
+    """
     for change, changed in _changes(question, uses_disk):
+        tell(change)
         try:
             yield WhatIf(change=change, plan=changed.answer())
         except UserError as error:
