@@ -12,7 +12,9 @@ from update_training import COMPRESSIONS, assert_same, batches, result, spoil, s
 import megatrain as mt
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import NonFiniteError, UserError
+from megatrain.base.units import format_bytes
 from megatrain.execute.engine import engine_of
+from megatrain.plan.rows import memory_rows
 
 OPTIMIZERS = {
     "AdamW": {},
@@ -296,5 +298,9 @@ def test_the_first_line_says_what_is_compiled_and_what_lies_on_disk(
 ) -> None:
     start(compile=True)
     assert "blocks compiled at their first call" in capsys.readouterr().out
-    start(max_ram_gb=1e-4, offload_dir=tmp_path)
-    assert "on disk (compute weights, moments, gradients)" in capsys.readouterr().out
+    model, _ = start(max_ram_gb=1e-4, offload_dir=tmp_path)
+    told = capsys.readouterr().out
+    assert "on disk (compute weights, moments, gradients), in host memory " in told
+    rows = memory_rows(engine_of(model).placement)
+    slots = sum(row.num_bytes for row in rows if row.tier == "ram" and "slots" in row.name)
+    assert f"{format_bytes(slots)} of slots for the disk" in told

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatrain.base.config import Config
 from megatrain.base.units import format_bytes, format_count, format_number
 from megatrain.execute.templates import group_templates
-from megatrain.plan.placement import DISK_TIER
+from megatrain.plan.placement import DISK_TIER, PARTS, RAM
 from megatrain.plan.rows import memory_rows
 from megatrain.spec.homes import Formats
 
@@ -65,4 +65,8 @@ def _describe_disk(engine: Engine) -> str:
     if not rows:
         return ""
     total = format_bytes(sum(row.num_bytes for row in rows))
-    return f", {total} on disk ({', '.join(row.name.split(',')[0].split(' (')[0] for row in rows)})"
+    names = ", ".join(row.name.split(",")[0].split(" (")[0] for row in rows)
+    in_host = sum(engine.placement.part_bytes(part, RAM) for part in PARTS)
+    slots = format_bytes(engine.placement.host_slot_bytes())
+    homes = f"{format_bytes(in_host)} of homes and " if in_host else ""
+    return f", {total} on disk ({names}), in host memory {homes}{slots} of slots for the disk"
