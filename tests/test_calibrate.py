@@ -101,6 +101,7 @@ def test_a_short_run_says_it_at_its_end() -> None:
     report.finish()
     (line,) = said
     assert line.startswith("megatrain: measured, 4 x 8 tokens a step: step ")
+    assert ", host in use " in line, "the process as it is now, where a command's summary has its peak"
     assert report._seen == []
 
 

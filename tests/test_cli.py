@@ -207,6 +207,7 @@ def test_a_run_shorter_than_its_log_interval_tells_its_loss(tmp_path: Path, caps
     assert code == 0
     (logged,) = re.findall(r"step 2/2  loss ([\d.]+)", out)
     assert re.search(rf"last training loss +{logged}\b", out)
+    assert "peak host memory, loading and saving included" in out
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def _speed_rows(speed: Speed, *, is_part: bool) -> dict[str, str]:
 def _print_summary(
     console: Console, recipe: Recipe, rows: dict[str, str], loss_before: float | None, loss_after: float | None
 ) -> None:
-    rows = {**rows, "peak host memory": format_bytes(peak_host_bytes())}
+    rows = {**rows, "peak host memory, loading and saving included": format_bytes(peak_host_bytes())}
     if device_bytes := peak_device_bytes():
         rows["peak device memory"] = format_bytes(device_bytes)
     if loss_after is not None:

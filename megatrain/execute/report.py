@@ -119,7 +119,7 @@ class RunReport:
     def line(self, workload: Workload, plan: Plan | None) -> str:
         """predicted -> measured, of what is predicted; else what was measured."""
         measured = self._measured_bytes()
-        names = {HBM_TIER: "device", RAM: "host", DISK_TIER: "disk"}
+        names = {HBM_TIER: "device", RAM: "host in use", DISK_TIER: "disk"}
         planned = {} if plan is None else {tier: plan.timeline.peak(tier) for tier in names}
         parts = [f"step {_pair(_seconds, plan and plan.step_seconds, statistics.median(self.step_seconds))}"]
         parts += [
