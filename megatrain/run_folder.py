@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import TrainerState, TrainingArguments
 
 from megatrain.base.errors import UserError
 from megatrain.save.checkpoints import PREFIX
-from megatrain.save.folder import check_place
+from megatrain.save.folder import check_place, holding_output_folder
 
 logger = logging.getLogger("megatrain")
 
@@ -26,21 +28,29 @@ def check_output_dir(args: TrainingArguments) -> None:
         ) from error
 
 
-def check_run_folder(args: TrainingArguments) -> None:
-    """Before the first step. Raises UserError where no checkpoint could be written; a run that saves none is warned,
-    because Ctrl-C would save one."""
-    try:
-        check_place(args.output_dir, "output_dir")
-        files = [path.name for path in Path(args.output_dir).glob(f"{PREFIX}*") if _is_in_the_way(path)]
-        if files:
-            raise UserError(
-                f"output_dir: {sorted(files)[0]} in {args.output_dir!r} is a file, and a checkpoint is a folder of "
-                "that name: move it away, or choose another folder"
-            )
-    except UserError as error:
-        if args.save_strategy != "no":
-            raise
-        logger.warning("%s. Nothing will be saved there, but Ctrl-C would save a checkpoint, and now cannot", error)
+@contextlib.contextmanager
+def holding_run_folder(args: TrainingArguments) -> Iterator[None]:
+    """Around a run: its output folder is its own. Raises UserError where no checkpoint could be written, or where
+    another process has the folder; a run that saves none is warned, because Ctrl-C would save one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            check_place(args.output_dir, "output_dir")
+            stack.enter_context(holding_output_folder(args.output_dir, "output_dir"))
+            _check_nothing_in_the_way(args)
+        except UserError as error:
+            if args.save_strategy != "no":
+                raise
+            logger.warning("%s. Nothing will be saved there, but Ctrl-C would save a checkpoint, and now cannot", error)
+        yield
+
+
+def _check_nothing_in_the_way(args: TrainingArguments) -> None:
+    files = [path.name for path in Path(args.output_dir).glob(f"{PREFIX}*") if _is_in_the_way(path)]
+    if files:
+        raise UserError(
+            f"output_dir: {sorted(files)[0]} in {args.output_dir!r} is a file, and a checkpoint is a folder of "
+            "that name: move it away, or choose another folder"
+        )
 
 
 def _is_in_the_way(path: Path) -> bool:

@@ -38,7 +38,7 @@ from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
-from megatrain.run_folder import check_output_dir, check_run_folder, find_best_checkpoint
+from megatrain.run_folder import check_output_dir, find_best_checkpoint, holding_run_folder
 from megatrain.save.checkpoints import later_than
 from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
 from megatrain.trainer_checkpoints import CheckpointingTrainer
@@ -102,8 +102,15 @@ class Trainer(CheckpointingTrainer):
         With resume_from_checkpoint=True it goes on from the newest checkpoint in the output folder that is not damaged.
         Ctrl-C and SIGTERM end the step, save a checkpoint and raise StoppedRunError, which is a SystemExit(0); a second
         one ends it at once.
+
+        Raises UserError where another process trains in the output folder, which is this run's until the call returns.
         """
-        check_run_folder(self.args)
+        with holding_run_folder(self.args):
+            return self._train(resume_from_checkpoint, *args, **kwargs)
+
+    def _train(
+        self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any
+    ) -> transformers.trainer_utils.TrainOutput:
         self._stop = StopWhenTold()
         self.add_callback(self._stop)
         saves_model_alone = self.args.save_only_model

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 import megatrain as mt
 from megatrain.base.config import StreamOptions
-from megatrain.store.disk_lock import LOCK_NAME
+from megatrain.base.folder_lock import LOCK_NAME
 
 # mt.init: keywords -> what the message must name.
 SETTINGS: list[tuple[dict[str, Any], str]] = [

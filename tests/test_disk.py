@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.folder_lock import LOCK_NAME
 from megatrain.base.mounts import file_system_of
 from megatrain.store.disk import DiskStore
-from megatrain.store.disk_lock import LOCK_NAME
 from megatrain.store.tier import PAGE_BYTES, round_up
 
 pytestmark = pytest.mark.timeout(180)

@@ -19,11 +19,11 @@ import pytest
 import torch
 from disk_helpers import Faults, Times, failure, page_buffer, random_buffer, read_back, reserved_bytes, wait_until
 
+from megatrain.base import folder_lock
 from megatrain.base.errors import DiskError, UserError
 from megatrain.base.mounts import file_system_of
-from megatrain.store import disk_file, disk_lock, disk_threads
+from megatrain.store import disk_file, disk_threads
 from megatrain.store.disk import DiskStore
-from megatrain.store.disk_file import NUM_RETRIES
 from megatrain.store.tier import PAGE_BYTES
 
 pytestmark = pytest.mark.timeout(180)
@@ -62,10 +62,10 @@ def test_short_calls_are_continued(store: DiskStore, calls: Faults, short_bytes:
 @pytest.mark.parametrize("what", ["on_read", "on_write"])
 def test_errors_that_pass_are_counted(store: DiskStore, calls: Faults, what: str) -> None:
     extent, values = store.allocate(NUM_BYTES), random_buffer(NUM_BYTES)
-    setattr(calls, what, Times(errno.EIO, NUM_RETRIES))
+    setattr(calls, what, Times(errno.EIO, disk_file.NUM_RETRIES))
     extent.write(0, values).wait()
     assert torch.equal(read_back(extent), values)
-    assert store.num_retries == NUM_RETRIES
+    assert store.num_retries == disk_file.NUM_RETRIES
 
 
 def test_an_error_that_stays_is_named_and_spoils_nothing_else(store: DiskStore, calls: Faults, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_error_that_stays_is_named_and_spoils_nothing_else(store: DiskStore, 
     for _ in range(2):
         with pytest.raises(DiskError, match=rf"{tmp_path}.*could not read 16384 bytes at offset 0 \(errno 5"):
             fence.wait()
-    assert store.num_retries >= NUM_RETRIES
+    assert store.num_retries >= disk_file.NUM_RETRIES
     other.write(0, values).wait()
     assert torch.equal(read_back(other), values)
     calls.on_read = None
@@ -224,7 +224,7 @@ def test_direct_io_refused(tmp_path: Path, caplog, refused_by: str, refuse_namel
     told = [record.getMessage() for record in caplog.records if "direct I/O" in record.getMessage()]
     assert len(told) == 1
     assert str(tmp_path) in told[0] and file_system_of(tmp_path) in told[0] and "page cache" in told[0]
-    assert os.listdir(tmp_path) == [disk_lock.LOCK_NAME]
+    assert os.listdir(tmp_path) == [folder_lock.LOCK_NAME]
     extent, values = store.allocate(NUM_BYTES), random_buffer(NUM_BYTES)
     extent.write(0, values).wait()
     assert torch.equal(extent.mapped(), values)
@@ -268,7 +268,7 @@ def test_without_nameless_files_names_are_gone_at_once(tmp_path: Path) -> None:
     calls = Faults(refuse_nameless=True)
     store = DiskStore([tmp_path], calls=calls)
     assert [name.startswith(disk_file.FILE_PREFIX) for name in calls.opened] == [True]
-    assert os.listdir(tmp_path) == [disk_lock.LOCK_NAME]
+    assert os.listdir(tmp_path) == [folder_lock.LOCK_NAME]
     assert not read_back(store.allocate(NUM_BYTES)).any()
 
 
@@ -297,11 +297,11 @@ def test_without_flock_the_text_of_the_lock_file_counts(tmp_path: Path, monkeypa
     def refuse(*_: int) -> None:
         raise failure(errno.ENOLCK)
 
-    monkeypatch.setattr(disk_lock.fcntl, "flock", refuse)
-    start_time = disk_lock.psutil.Process(os.getppid()).create_time()
+    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    start_time = folder_lock.psutil.Process(os.getppid()).create_time()
     for word, value in (("HOST", os.uname().nodename), ("PARENT", os.getppid()), ("START", start_time)):
         text = text.replace(word, str(value))
-    (tmp_path / disk_lock.LOCK_NAME).write_text(text)
+    (tmp_path / folder_lock.LOCK_NAME).write_text(text)
     if is_free:
         DiskStore([tmp_path]).close()
     else:

@@ -10,10 +10,10 @@ from torch import nn
 
 from megatrain.base.config import MASTERS
 from megatrain.base.errors import RefusedError, UserError
+from megatrain.base.folder_lock import LOCK_NAME
 from megatrain.plan.placement import RAM
 from megatrain.spec.discover import find_layers
 from megatrain.spec.homes import Formats, plan_homes
-from megatrain.store.disk_lock import LOCK_NAME
 from megatrain.store.disk_memory import DiskMemory
 from megatrain.store.home import Home
 from megatrain.store.memory import HostMemory

@@ -5,6 +5,7 @@ check -> get model and data -> held-out loss, samples -> train -> save -> held-o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
 from megatrain.commands.record import note_run, noted_run
 from megatrain.commands.resume import KEY, how_to_go_on, step_of, when_saved
 from megatrain.recipe import Recipe, load_recipe
-from megatrain.save.folder import check_place
+from megatrain.save.folder import check_place, holding_output_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +36,17 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
     InterruptedRunError after Ctrl-C where nothing trains yet, or a second one.
     """
     recipe = load_recipe(recipe_file, overrides)
+    with contextlib.ExitStack() as stack:
+        if recipe.output_dir.is_dir() and not dry_run:
+            # Before anything is looked for in it.
+            stack.enter_context(holding_output_folder(recipe.output_dir, "output.dir"))
+        _train(recipe, recipe_file, overrides, stack, dry_run=dry_run)
+
+
+def _train(
+    recipe: Recipe, recipe_file: Path, overrides: Sequence[str], held: contextlib.ExitStack, *, dry_run: bool
+) -> None:
+    """held: what is held until the run is over."""
     from megatrain.commands.check import check_before_work  # torch and transformers: only once the recipe is right
 
     arguments = recipe.training_arguments()
@@ -52,7 +64,7 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
         return
     start = time.time()
     try:
-        _run(recipe, arguments, console, checkpoint, overrides)
+        _run(recipe, arguments, console, checkpoint, overrides, held)
     except (StoppedRunError, KeyboardInterrupt) as end:
         told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start, when_saved(arguments))
         if isinstance(end, KeyboardInterrupt):
@@ -80,6 +92,7 @@ def _run(
     console: Console,
     checkpoint: Path | None,
     overrides: Sequence[str],
+    held: contextlib.ExitStack,
 ) -> None:
     from megatrain.commands.disk import check_disk, disk_rows
     from megatrain.commands.length import RunLength
@@ -92,6 +105,7 @@ def _run(
     length.settle_intervals(arguments)
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
     check_place(recipe.output_dir, "output.dir")
+    held.enter_context(holding_output_folder(recipe.output_dir, "output.dir"))  # if it was not there before
     note_run(recipe.file, overrides, recipe.output_dir)
     num_steps_done = 0
     if checkpoint is not None:

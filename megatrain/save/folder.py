@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatrain.base.errors import UserError
+from megatrain.base.folder_lock import holding_folder, is_held_elsewhere
 from megatrain.base.units import MIB, format_bytes
 
 WEIGHT_NAMES = ("model.safetensors", "model.safetensors.index.json")
@@ -51,6 +52,25 @@ def check_place(target: str | os.PathLike[str], what: str) -> None:
 
 
 @contextlib.contextmanager
+def holding_output_folder(folder: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Keep other runs out of `folder`, which is there, as long as the block lasts, and never longer than this process.
+
+    Raises UserError that names `what` (the setting) and the process that has the folder, or why none can have it.
+    """
+    remedy = f"wait until it ends, stop it, or give {what} another folder"
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(holding_folder(Path(os.path.realpath(folder)), remedy))
+        except UserError as error:
+            raise UserError(f"{what}: {error}") from None
+        except OSError as error:
+            raise UserError(
+                f"{what}: cannot write in {str(folder)!r} ({error.strerror}); choose another folder"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
 def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, needed_bytes: int = 0) -> Iterator[Path]:
     """Write into the folder that this yields; `target` gets all of it on a clean exit, and nothing on an exception.
 
@@ -59,8 +79,12 @@ def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, n
             that is replaced as a whole.
         keep_others: keep what `target` has beside the new files (for an output folder that also holds checkpoints).
         needed_bytes: what will be written, as far as it is known. Raises DiskFullError at once where that is not free.
+
+    Raises UserError for a checkpoint in the output folder of a run of another process.
     """
     target = Path(os.path.realpath(target))
+    if _is_checkpoint(target) and is_held_elsewhere(target.parent):
+        raise UserError(f"{target.parent} is in use by a run of another process: save {target.name} in another folder")
     # A mount point cannot be renamed, and its neighbours are on another disk.
     is_inside = target.is_dir() and (keep_others or os.path.ismount(target))
     staging, old = _beside(target, _INCOMPLETE, is_inside), _beside(target, _OLD, is_inside)
@@ -122,10 +146,15 @@ def _beside(target: Path, ending: str, is_inside: bool) -> Path:
 def _remove_leftovers(target: Path, staging: Path) -> None:
     """What killed processes left: of this folder, and of the checkpoints in it or beside it."""
     shutil.rmtree(staging, ignore_errors=True)
-    is_checkpoint = target.name.startswith("checkpoint-")
-    for folder in (target, target.parent) if is_checkpoint else (target,):
-        for leftover in folder.glob(f".checkpoint-*.{_INCOMPLETE}"):
+    for folder in (target, target.parent) if _is_checkpoint(target) else (target,):
+        # A model may be saved where another process trains, whose checkpoint is no leftover.
+        leftovers = [] if is_held_elsewhere(folder) else list(folder.glob(f".checkpoint-*.{_INCOMPLETE}"))
+        for leftover in leftovers:
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_checkpoint(target: Path) -> bool:
+    return target.name.startswith("checkpoint-")
 
 
 def _replace(staging: Path, target: Path, old: Path) -> None:

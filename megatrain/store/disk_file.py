@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 
 from megatrain.base.errors import DiskError, UserError
+from megatrain.base.folder_lock import hold_folder
 from megatrain.base.mounts import file_system_of
 from megatrain.base.paths import dead_link
 from megatrain.base.units import format_bytes
 from megatrain.store.disk_calls import DiskCalls
-from megatrain.store.disk_lock import hold_folder
 from megatrain.store.tier import PAGE_BYTES
 
 logger = logging.getLogger("megatrain")
@@ -59,7 +59,7 @@ class DiskFile:
         self._fd = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            hold_folder(folder)
+            hold_folder(folder, "give offload_dir another one")
             self._name_leftovers()
             self._fd, self.is_direct = self._open()
             self._name_memory()
