@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainer_helpers import llama, train
 
 import megatrain as mt
 from megatrain import cli
-from megatrain.save.checkpoints import MANIFEST_NAME, damage_of
+from megatrain.save.checkpoints import MANIFEST_NAME, TRAINING, damage_of, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,26 @@ def test_verify_tells_of_every_checkpoint(run: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert told.count("sound: ") == 2
     assert "checkpoint-4 is damaged: rng_state.pth has changed since it was written" in told
+
+
+@pytest.mark.parametrize("lost", ["scheduler.pt", "optimizer.safetensors", "trainer_state.json", "model.safetensors"])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_checkpoint_that_its_manifest_does_not_miss_a_file_of_is_not_sound(
+    run: Path, lost: str, is_told: bool, capsys: pytest.CaptureFixture
+) -> None:
+    """As when somebody removed it before the manifest was written; also where that does not tell the kind."""
+    folder = run / "checkpoint-4"
+    (folder / lost).unlink()
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    del manifest["files"][lost]
+    if not is_told:
+        del manifest["kind"]
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert cli.run_command(["verify", str(run)]) == 1
+    assert f"checkpoint-4 is damaged: {lost} is missing" in " ".join(capsys.readouterr().out.split())
+    (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(OSError, match=f"{lost} is missing"):
+        write_manifest(folder, kind=TRAINING)
 
 
 @pytest.mark.parametrize("given", ["checkpoint-4", "."])

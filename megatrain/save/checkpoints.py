@@ -1,7 +1,8 @@
 """Which checkpoints a run has, and whether one of them is what was written: sizes and checksums of its files.
 
-The manifest is the last file of a checkpoint. A file that is missing, cut short or changed by as much as a bit is
-named. Files that came later, such as those of callbacks, are nobody's business.
+The manifest is the last file of a checkpoint, and none is written where a file lacks that its kind must have. A file
+that is missing, cut short or changed by as much as a bit is named. Files that came later, such as those of callbacks,
+are nobody's business.
 Rule: torch is not imported here.
 """
 
@@ -14,13 +15,14 @@ import os
 import shlex
 import shutil
 import zipfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import MIB, format_number
+from megatrain.save.folder import ENTRY_NAMES
 
 logger = logging.getLogger("megatrain")
 
@@ -42,6 +44,9 @@ _NEEDED_KEYS = {STATE_NAME: {"global_step"}, SETTINGS_NAME: {"format", "moments"
 
 PIECE_BYTES = 16 * MIB
 """Files are read, written and hashed in pieces of this size, by several threads."""
+
+TRAINING, WEIGHTS = "training", "weights"
+"""Kinds of checkpoints: those from which training goes on, and those of weights alone."""
 
 _FORMAT = 2
 _NUM_THREADS = 8
@@ -66,11 +71,15 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(_step_text(path)))
 
 
-def write_manifest(folder: Path, known: Mapping[str, Written] | None = None) -> None:
+def write_manifest(folder: Path, known: Mapping[str, Written] | None = None, *, kind: str | None = None) -> None:
     """Note size and SHA-256 of every file in `folder`, which is complete but for this.
 
-    known: of files whose checksums were taken while they were written, by name.
+    Args:
+        known: of files whose checksums were taken while they were written, by name.
+        kind: TRAINING or WEIGHTS. Raises OSError where a file lacks that it must have.
     """
+    if kind is not None and (lacking := _lacking_in(folder, kind)):
+        raise OSError(f"{folder} lost files while it was written: {_listed(lacking)}")
     written = dict(known or {})
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     others = [path for path in paths if path.relative_to(folder).as_posix() not in written]
@@ -79,7 +88,7 @@ def write_manifest(folder: Path, known: Mapping[str, Written] | None = None) -> 
             name = path.relative_to(folder).as_posix()
             written[name] = Written(num_bytes=path.stat().st_size, checksum=_checksum(path, pool))
     files = {name: {"bytes": one.num_bytes, "sha256": one.checksum} for name, one in sorted(written.items())}
-    text = json.dumps({"format": _FORMAT, "files": files}, indent=1)
+    text = json.dumps({"format": _FORMAT, "kind": kind, "files": files}, indent=1)
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
 
 
@@ -108,8 +117,11 @@ def damage_of(folder: Path) -> list[str]:
             return [f"{MANIFEST_NAME} is of another version of megatrain"]
         noted = {folder / name: (int(of["bytes"]), str(of["sha256"])) for name, of in manifest["files"].items()}
         signature = _signature(noted)
+        lacking = _lacking_in(folder, manifest.get("kind") or _kind_by(manifest["files"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return [f"{MANIFEST_NAME} cannot be read ({error})"]
+    if lacking:
+        return lacking  # what it has is of no use then
     if signature in _sound:
         return []
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -173,6 +185,27 @@ def drop_surplus(
     num_surplus = max(0, min(len(known) - limit, len(others)))
     for folder in others[:num_surplus]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kind_by(names: Iterable[str]) -> str | None:
+    """Of a checkpoint whose manifest does not tell. None where there is nothing to go by."""
+    names = set(names)
+    own = {SETTINGS_NAME, "scheduler.pt", *(name for name in names if name.startswith((OPTIMIZER_STEM, "rng_state")))}
+    return TRAINING if names & own else WEIGHTS if "trainer_state.json" in names else None
+
+
+def _lacking_in(folder: Path, kind: str | None) -> list[str]:
+    """What a checkpoint of this kind must have and has not. Of its shards, each that an index names is there."""
+    if kind is None:
+        return []
+    needed = missing_in(folder) if kind == TRAINING else ["trainer_state.json"]
+    if not any((folder / name).is_file() for name in ENTRY_NAMES):
+        needed.append(ENTRY_NAMES[0])
+    lacking = [f"{name} is missing" for name in needed if not (folder / name).is_file()]
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        lacking += [f"{name} is missing" for name in sorted(shards) if not (folder / name).is_file()]
+    return lacking
 
 
 def _signature(noted: Mapping[Path, tuple[int, str]]) -> tuple:

@@ -33,7 +33,7 @@ from megatrain.base.fence import Fence, bare
 from megatrain.execute.engine import Engine
 from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.saved import settings_of
-from megatrain.save.checkpoints import OPTIMIZER_STEM, SETTINGS_NAME, Written, write_manifest
+from megatrain.save.checkpoints import OPTIMIZER_STEM, SETTINGS_NAME, TRAINING, WEIGHTS, Written, write_manifest
 from megatrain.save.layers import SavedLayers, Tensors
 from megatrain.save.tensor_files import SHARD_BYTES, WEIGHTS_STEM, Shards
 
@@ -196,7 +196,7 @@ class Saving:
             text = json.dumps(self._settings, indent=1)
             (self._folder / SETTINGS_NAME).write_text(text, encoding="utf-8")
         if self._has_manifest:
-            write_manifest(self._folder, written)
+            write_manifest(self._folder, written, kind=WEIGHTS if self._settings is None else TRAINING)
 
     def _capture_all(self) -> None:
         try:
