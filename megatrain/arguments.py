@@ -258,7 +258,9 @@ TABLE: dict[str, Row] = {
     "do_train": _moot(_SCRIPT_FLAG),
     "do_eval": _moot(_SCRIPT_FLAG),
     "do_predict": _moot(_SCRIPT_FLAG),
-    "resume_from_checkpoint": _moot(_SCRIPT_FLAG + "; pass it to Trainer.train()"),
+    "resume_from_checkpoint": _moot(
+        _SCRIPT_FLAG + "; pass it to Trainer.train(), which makes no step beyond the last (transformers makes one)"
+    ),
 }
 
 

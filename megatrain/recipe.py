@@ -82,7 +82,8 @@ class OutputConfig:
     """Folder for the trained model and its checkpoints. Left out: `runs/` and the recipe's file name."""
 
     overwrite: bool = False
-    """true: write over the model and checkpoints of an earlier run. Otherwise a folder that holds any is refused."""
+    """true: write over an earlier run: its checkpoints are removed when all is checked and the new run begins to train,
+    its model when the new one is saved. Otherwise a folder that holds any is refused."""
 
     def __post_init__(self) -> None:
         if self.dir is not None and not self.dir.strip():

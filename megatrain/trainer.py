@@ -5,7 +5,8 @@ What differs from its base class, and nothing else does:
 - all micro-batches of a step run layer-major at the first `training_step` of the step, and the following calls hand
   back the losses that are known already, so the loop's counters, callbacks and logs stay as they are;
 - the optimizer is a megatrain one, and the clip is the exact global norm over all homes;
-- a checkpoint folder appears only when it is complete, and weights are read back into their homes group by group.
+- a checkpoint folder appears only when it is complete, and weights are read back into their homes group by group;
+- going on from a checkpoint of the last step makes no further step (transformers makes one within an epoch).
 
 Rule: a micro-batch must not be changed between `get_batch_samples` and `training_step`, because by then it has run.
 It gives up what megatrain/arguments.py refuses.
@@ -135,12 +136,16 @@ class Trainer(CheckpointingTrainer):
             raise StoppedRunError
         return output
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
-        start = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(
+        self, max_steps: int, num_steps_an_epoch: int, num_epochs: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Epochs that are done, and micro-batches of the next one. A run at its end has no next one: the loop of
+        transformers would make one more step wherever that end is within an epoch."""
+        start = super()._init_training_state(max_steps, num_steps_an_epoch, num_epochs, *args, **kwargs)
         self.state.compute_steps(self.args, self.state.max_steps)  # transformers goes on with the checkpoint's
         find_best_checkpoint(self.state, self.args.output_dir)
         self._left_behind = later_than(self.state.global_step, Path(self.args.output_dir))
-        return start
+        return (num_epochs, 0) if self.state.global_step >= max_steps else start
 
     def say_how_to_go_on(self, name: str) -> None:
         """After a signal (its name) and the checkpoint."""

@@ -43,7 +43,10 @@ script goes on otherwise: [reliability.md](reliability.md#saving-and-resuming).
 
 `true` is the newest sound checkpoint in `output.dir`; the folder of another one may stand there instead. Such a run
 measures the held-out loss and writes samples only at its end, and its figures are of its own steps alone. A new run
-into a folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true.
+into a folder with a model or checkpoints of an earlier one is refused unless `output.overwrite` is true: then these
+checkpoints are removed, all at once, when the new run has been checked and begins to train, so that `megatrain resume`
+and `save_total_limit` see those of one run. With `output.overwrite` and the folder of one of its own checkpoints, those
+behind it are removed.
 
 Paths are looked up from the folder in which the command runs; `~` is your home. An unknown key, a wrong type, a
 value that cannot work or a missing file is refused before any work. `yes`, `no`, `on` and `off` are text here; only

@@ -14,10 +14,13 @@ from pathlib import Path
 from megatrain.base.errors import UserError
 from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.commands.resume import KEY
-from megatrain.save.checkpoints import checkpoints_in
+from megatrain.save.checkpoints import checkpoints_in, damage_of
+from megatrain.save.folder import WEIGHT_NAMES, removing
 
 RECIPE_NAME = "megatrain_recipe.yaml"
 RECORD_NAME = "megatrain_run.json"
+SAVED = "saved_step"
+"""Key of the step whose model is saved in the output folder itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,38 @@ def note_run(recipe_file: Path, overrides: Sequence[str], output_dir: Path) -> N
         _write(copy, recipe_file.read_text(encoding="utf-8"))
     record = {"overrides": list(overrides), "folder": os.getcwd()}
     _write(output_dir / RECORD_NAME, json.dumps(record, indent=1))
+
+
+def note_saved(output_dir: Path, step: int) -> None:
+    """The model in `output_dir` is that of this step of the run."""
+    record = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8"))
+    _write(output_dir / RECORD_NAME, json.dumps({**record, SAVED: step}, indent=1))
+
+
+def is_saved(output_dir: Path, step: int) -> bool:
+    """Whether the model in `output_dir` is that of this step of its run, and whole as far as its files tell."""
+    try:
+        record = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8"))
+        is_of_step = record.get(SAVED) == step
+    except (OSError, ValueError, AttributeError):
+        return False
+    has_weights = any((output_dir / name).is_file() for name in WEIGHT_NAMES)
+    return is_of_step and has_weights and not damage_of(output_dir)
+
+
+def start_anew(recipe_file: Path, overrides: Sequence[str], output_dir: Path, former: Sequence[Path]) -> None:
+    """Note the run that takes the place of another, whose checkpoints `former` go: all, or on an error none. Where the
+    process dies in the middle no run is noted, so that nobody goes on from half of them."""
+    paths = [output_dir / name for name in (RECIPE_NAME, RECORD_NAME)]
+    kept = {path: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+    (output_dir / RECORD_NAME).unlink(missing_ok=True)
+    try:
+        with removing(former):
+            note_run(recipe_file, overrides, output_dir)
+    except BaseException:
+        for path, text in kept.items():
+            _write(path, text)
+        raise
 
 
 def _write(path: Path, text: str) -> None:

@@ -66,6 +66,18 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
     return folder
 
 
+def former_checkpoints(given: str | bool | None, start: Path | None, output_dir: Path) -> list[Path]:
+    """Those in `output_dir` that a run which overwrites it does not go on from: all, or those behind the one it does.
+
+    given, start: the value of training.resume_from_checkpoint, and the checkpoint that it means.
+    """
+    if given is True:
+        return []
+    known = checkpoints_in(output_dir)
+    here = next((at for at, one in enumerate(known) if start is not None and one.samefile(start)), -1)
+    return known[here + 1 :]
+
+
 def step_of(checkpoint: Path) -> int:
     """Steps that were done when it was saved. Raises UserError for a file that cannot be read."""
     try:

@@ -16,14 +16,14 @@ from megatrain.base.errors import InterruptedRunError, StoppedRunError, UserErro
 from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
-from megatrain.commands.record import note_run, noted_run
-from megatrain.commands.resume import KEY, how_to_go_on, step_of, when_saved
+from megatrain.commands.record import is_saved, note_run, note_saved, noted_run, start_anew
+from megatrain.commands.resume import KEY, former_checkpoints, how_to_go_on, step_of, when_saved
 from megatrain.recipe import Recipe, load_recipe
 from megatrain.save.folder import check_place, holding_output_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
 
     from megatrain.commands.progress import Speed
     from megatrain.commands.run import CountingTrainer
@@ -103,13 +103,16 @@ def _run(
     report = ingredients.datasets.report.train
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     length.settle_intervals(arguments)
+    num_steps_done = 0 if checkpoint is None else step_of(checkpoint)
+    if checkpoint is not None and num_steps_done >= length.num_steps and is_saved(recipe.output_dir, num_steps_done):
+        print_fact(console, "finished", f"all {num_steps_done} steps are done and {recipe.output_dir} has the model")
+        print_fact(console, "to train on", "set training.max_steps or training.num_train_epochs higher")
+        return
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
     check_place(recipe.output_dir, "output.dir")
     held.enter_context(holding_output_folder(recipe.output_dir, "output.dir"))  # if it was not there before
-    note_run(recipe.file, overrides, recipe.output_dir)
-    num_steps_done = 0
+    begin = _begin(recipe, arguments, console, checkpoint, overrides)
     if checkpoint is not None:
-        num_steps_done = step_of(checkpoint)
         print_fact(console, "resume", f"{checkpoint}, step {num_steps_done} of {length.num_steps}")
     trainer = ingredients.trainer(arguments)
     meter = SpeedMeter(ingredients.work.num_parameters, trainer.work)
@@ -118,12 +121,14 @@ def _run(
         if checkpoint is None:  # else the weights are those of the base model until `train` reads the checkpoint
             loss_before = _held_out_loss(trainer, console, "before")
             print_samples(ingredients, recipe.sample, console, "before")
+        trainer.add_callback(begin)
         trainer.add_callback(display)
         print_step(console, f"training for {format_number(max(0, length.num_steps - num_steps_done), 'step')}")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.remove_callback(display)
         print_step(console, "saving the model")
         trainer.save_model()  # first of all: nothing that comes now may lose what was learned
+        note_saved(recipe.output_dir, trainer.state.global_step)
         print_fact(console, "saved", f"{recipe.output_dir} (weights, config, tokenizer)")
         loss_after = _held_out_loss(trainer, console, "after")
         print_samples(ingredients, recipe.sample, console, "after")
@@ -131,6 +136,28 @@ def _run(
     if display.last_loss is not None:
         rows["last training loss"] = f"{display.last_loss:.4f}"
     _print_summary(console, recipe, rows, loss_before, loss_after)
+
+
+def _begin(
+    recipe: Recipe, arguments: TrainingArguments, console: Console, checkpoint: Path | None, overrides: Sequence[str]
+) -> TrainerCallback:
+    """Notes the run. Where it overwrites another, only when all is checked and it begins to train: then the other's
+    checkpoints go."""
+    from megatrain.commands.beginning import AtBegin
+
+    former: list[Path] = []
+    if recipe.output.overwrite:
+        former = former_checkpoints(arguments.resume_from_checkpoint, checkpoint, recipe.output_dir)
+    if not former:
+        note_run(recipe.file, overrides, recipe.output_dir)
+        return AtBegin(lambda: None)
+
+    def overwrite() -> None:
+        start_anew(recipe.file, overrides, recipe.output_dir, former)
+        names = former[0].name if len(former) == 1 else f"{former[0].name} to {former[-1].name}"
+        print_fact(console, "removed", f"{names}, of the run that is overwritten")
+
+    return AtBegin(overwrite)
 
 
 def _held_out_loss(trainer: CountingTrainer, console: Console, when: str) -> float | None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatrain.base.errors import UserError
@@ -26,6 +26,8 @@ ENTRY_NAMES = (*WEIGHT_NAMES, *ADAPTER_NAMES)
 """A folder of weights can be loaded once it has one of these. They come last and go first."""
 
 _INCOMPLETE, _OLD = "incomplete", "old"
+_FORMER = ".former.old"
+"""What is being removed from an output folder."""
 
 FULL_BYTES = 16 * MIB
 """A disk with less than this free after a write that failed is taken for full: writers put the last piece back."""
@@ -110,6 +112,26 @@ def whole_folder(target: str | os.PathLike[str], *, keep_others: bool = False, n
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def removing(folders: Sequence[Path]) -> Iterator[None]:
+    """Remove these, all of one folder: they are out of the way in the block, and back where that raises."""
+    if not folders:
+        yield
+        return
+    aside = folders[0].parent / _FORMER
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, aside, ignore_errors=True)
+        for folder in folders:
+            # Noted before it is done: an interrupt may come between.
+            undo.callback(_put_back, aside / folder.name, folder)
+            os.rename(folder, aside / folder.name)
+        yield
+        undo.pop_all()
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def _share_as_folder(staging: Path) -> None:
     """Let those read the files who may read the folder, which follows the umask: safetensors makes its own private."""
     shared = stat.S_IMODE(staging.stat().st_mode) & 0o666
@@ -148,7 +170,9 @@ def _remove_leftovers(target: Path, staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     for folder in (target, target.parent) if _is_checkpoint(target) else (target,):
         # A model may be saved where another process trains, whose checkpoint is no leftover.
-        leftovers = [] if is_held_elsewhere(folder) else list(folder.glob(f".checkpoint-*.{_INCOMPLETE}"))
+        leftovers = (
+            [] if is_held_elsewhere(folder) else [folder / _FORMER, *folder.glob(f".checkpoint-*.{_INCOMPLETE}")]
+        )
         for leftover in leftovers:
             shutil.rmtree(leftover, ignore_errors=True)
 
