@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 import megatrain as mt
 from megatrain.base.errors import UserError
-from megatrain.commands.resume import checkpoints_in, find_checkpoint, how_to_go_on, when_saved
+from megatrain.commands.resume import RECORD_NAME, checkpoints_in, find_checkpoint, how_to_go_on, when_saved
 
 KEY = "training.resume_from_checkpoint"
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -136,7 +136,7 @@ def test_ctrl_c_prints_a_command_that_goes_on(tmp_path: Path, capsys: pytest.Cap
     last = checkpoints_in(tmp_path / "out")[-1]
     what, line = told.split("; go on with: ")
     assert what == f"stopped     interrupted; the last checkpoint is {last}"
-    assert shlex.split(line) == ["megatrain", *arguments, f"{KEY}=true"]
+    assert shlex.split(line) == ["megatrain", "resume", str(tmp_path / "out")]
     step = int(last.name.removeprefix("checkpoint-"))
     code, out, _ = command(capsys, *shlex.split(line)[1:], f"training.max_steps={step + 1}")
     assert code == 0 and f"step {step} of {step + 1}\n" in out
@@ -165,9 +165,15 @@ def test_what_an_interrupt_tells_depends_on_what_the_run_left(tmp_path: Path) ->
     recipe, sampling = Path("r.yaml"), "sample.prompts=[Why? How?]"
     assert how_to_go_on(recipe, [], out, None, 100.0, SAVES).endswith(f"before its first checkpoint; this run {SAVES}")
     told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, old, 100.0, SAVES)
-    assert told.endswith(f"go on with: megatrain train r.yaml '{sampling}' {KEY}=true")
+    assert told.endswith(f"go on with: megatrain train r.yaml '{sampling}' {KEY}=true"), "it ended before it was noted"
+    (out / RECORD_NAME).write_text("{}")
+    os.utime(out / RECORD_NAME, (200, 200))
+    told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, old, 100.0, SAVES)
+    assert told.endswith(f"go on with: megatrain resume {out}")
     new = fake_checkpoint(out, 4)
     os.utime(new, (200, 200))
-    assert how_to_go_on(recipe, [], out, None, 100.0, SAVES).endswith(f"{KEY}={new}"), "true would mean the older run's"
+    told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, None, 100.0, SAVES)
+    command = f"megatrain train r.yaml '{sampling}' {KEY}={new}"
+    assert told.endswith(f"go on with: {command}"), "resuming would mean the older run's"
     (out / "config.json").write_text("{}")
     assert "the model is in" in how_to_go_on(recipe, [], out, None, 100.0, SAVES)

@@ -23,7 +23,7 @@ def test_a_signal_ends_the_run_behind_a_checkpoint(tmp_path: Path, number: signa
     assert code == 0
     assert "this step is finished and a checkpoint saved" in told
     (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
-    assert f"the last checkpoint is {checkpoint}; go on with: megatrain train" in told
+    assert f"the last checkpoint is {checkpoint}; go on with: megatrain resume {tmp_path / 'out'}" in told
     assert not (tmp_path / "out" / "config.json").exists()
     assert cli.run_command(["verify", str(tmp_path / "out")]) == 0
     step = int(checkpoint.name.removeprefix("checkpoint-"))

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megatrain.base.errors import UserError
 from megatrain.base.paths import check_folder, looking_at, user_path
-from megatrain.commands.resume import KEY
+from megatrain.commands.resume import KEY, RECORD_NAME
 from megatrain.save.checkpoints import checkpoints_in, damage_of
 from megatrain.save.folder import WEIGHT_NAMES, removing
 
 RECIPE_NAME = "megatrain_recipe.yaml"
-RECORD_NAME = "megatrain_run.json"
 SAVED = "saved_step"
 """Key of the step whose model is saved in the output folder itself."""
 

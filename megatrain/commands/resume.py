@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 KEY = "training.resume_from_checkpoint"
+RECORD_NAME = "megatrain_run.json"
+"""In the output folder: what a run was started with (megatrain/commands/record.py)."""
 
 
 def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
@@ -104,7 +106,11 @@ def how_to_go_on(
     if not own:
         return f"interrupted before its first checkpoint; this run {saves}"
     value = "true" if own[-1] == next(reversed(known), None) else str(own[-1])
-    return f"interrupted; the last checkpoint is {own[-1]}; go on with: {_command(recipe_file, overrides, value)}"
+    command = _command(recipe_file, overrides, value)
+    record = output_dir / RECORD_NAME
+    if value == "true" and record.is_file() and record.stat().st_mtime >= since:  # it is of this run
+        command = shlex.join(["megatrain", "resume", str(output_dir)])
+    return f"interrupted; the last checkpoint is {own[-1]}; go on with: {command}"
 
 
 def when_saved(arguments: TrainingArguments) -> str:
