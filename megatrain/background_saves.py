@@ -14,6 +14,7 @@ from pathlib import Path
 from megatrain.base.units import format_bytes
 from megatrain.execute.report import say_on_a_line_of_its_own
 from megatrain.plan.outcome import Plan
+from megatrain.save.failed_writes import said_of_earlier
 from megatrain.save.pause import PauseMeter, predicted_pause
 from megatrain.save.saving import Saving
 
@@ -138,9 +139,8 @@ class BackgroundSaves:
             when_failed()
             if must_succeed or self._on_error == "stop" or not isinstance(error, OSError):
                 raise
-            logger.warning(
-                "%s was not saved (%s); training goes on, and the checkpoints before it are whole", target, error
-            )
+            earlier = said_of_earlier(Path(target))
+            logger.warning("%s was not saved (%s); training goes on, and %s", target, error, earlier)
 
     def _end(self, *, must_succeed: bool = False) -> None:
         saving, self._saving = self._saving, None

@@ -49,6 +49,7 @@ from megatrain.save.checkpoints import (
     missing_in,
     newest_sound,
 )
+from megatrain.save.failed_writes import writing
 from megatrain.save.folder import whole_folder
 from megatrain.save.layers import can_save_by_layer
 from megatrain.save.saving import Saving, spare_host_bytes
@@ -173,7 +174,7 @@ class CheckpointingTrainer(transformers.Trainer):
             needed_bytes = checkpoint_bytes(self.model, self.engine)
             folder = stack.enter_context(whole_folder(target, needed_bytes=needed_bytes, **how))
             is_by_layer = can_save_by_layer(self.model)
-            with without_progress_bar() if is_by_layer else contextlib.nullcontext():
+            with writing(folder), without_progress_bar() if is_by_layer else contextlib.nullcontext():
                 self._save(str(folder), {} if is_by_layer else None)
             if facts is not None:  # behind a card that peft writes
                 write_card(folder, facts, instead_of=Path(target))
@@ -215,7 +216,8 @@ class CheckpointingTrainer(transformers.Trainer):
         with self.saves.told(target, forget, must_succeed=self.is_stopping):
             with contextlib.ExitStack() as stack:
                 folder = stack.enter_context(whole_folder(target, needed_bytes=needed_bytes))
-                saving = self._prepare_saving(folder, optimizer, spare_bytes)
+                with writing(folder):
+                    saving = self._prepare_saving(folder, optimizer, spare_bytes)
                 context = stack.pop_all()
             before_seconds = time.perf_counter() - started
             self.saves.begin(

@@ -34,6 +34,7 @@ from megatrain.execute.engine import Engine
 from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.saved import settings_of
 from megatrain.save.checkpoints import OPTIMIZER_STEM, SETTINGS_NAME, TRAINING, WEIGHTS, Written, write_manifest
+from megatrain.save.failed_writes import writing
 from megatrain.save.layers import SavedLayers, Tensors
 from megatrain.save.tensor_files import SHARD_BYTES, WEIGHTS_STEM, Shards
 
@@ -149,7 +150,8 @@ class Saving:
                 capturing.start()
                 for _ in self._layers.homes:
                     self._write_next()
-                self._finish()
+                with writing(self._folder):
+                    self._finish()
         except BaseException as error:  # noqa: BLE001 - whoever waits has to see it
             self._fail(error)
         finally:

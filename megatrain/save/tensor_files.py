@@ -14,6 +14,7 @@ takes longer than the disk.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -29,6 +30,7 @@ import torch
 
 from megatrain.base.errors import UserError
 from megatrain.save.checkpoints import PIECE_BYTES, Written, checksum_of_piece, checksum_of_pieces
+from megatrain.save.failed_writes import writing
 from megatrain.store.disk_calls import DiskCalls
 from megatrain.store.tier import PAGE_BYTES, round_up
 
@@ -82,7 +84,7 @@ class TensorFile:
     ) -> None:
         header = _header(entries)
         self._left = list(reversed(entries))
-        self._check, self._calls = check, calls
+        self._check, self._calls, self._path = check, calls, path
         self._fd = _open(path, calls)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="megatrain-save")
         self._free = [_Block() for _ in range(_NUM_THREADS + 1)]
@@ -107,8 +109,9 @@ class TensorFile:
             self._send()
         while self._under_way:
             self._wait_for_one()
-        os.ftruncate(self._fd, self._num_bytes)  # the last block is written in whole pages
-        os.fsync(self._fd)
+        with writing(self._path):
+            os.ftruncate(self._fd, self._num_bytes)  # the last block is written in whole pages
+            os.fsync(self._fd)
         self.abandon()
         return Written(num_bytes=self._num_bytes, checksum=checksum_of_pieces(self._digests))
 
@@ -150,9 +153,15 @@ class TensorFile:
         """Returns its checksum."""
         digest = checksum_of_piece(block.view[:num_bytes])
         view = block.view[: round_up(num_bytes, PAGE_BYTES)]
-        while len(view):
-            written_bytes = self._calls.write(self._fd, view, offset)
-            view, offset = view[written_bytes:], offset + written_bytes
+        with writing(self._path):
+            while len(view):
+                try:
+                    written_bytes = self._calls.write(self._fd, view, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _end_direct(self._fd):
+                        raise
+                    continue
+                view, offset = view[written_bytes:], offset + written_bytes
         return digest
 
 
@@ -173,6 +182,15 @@ def _open(path: Path, calls: DiskCalls) -> int:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     return calls.open(path, flags)
+
+
+def _end_direct(fd: int) -> bool:
+    """Write through the page cache from now on; False where that was so. Where a part of a page can be written alone
+    (behind a short write, below a limit of file sizes), the kernel says EINVAL past the page cache, and through it goes
+    on, or says what is wrong."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
 
 
 class Shards:
