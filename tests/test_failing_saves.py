@@ -122,11 +122,11 @@ def test_a_lane_that_fails_ends_the_writing(tmp_path: Path, monkeypatch: pytest.
 def test_what_fails_behind_a_complete_checkpoint_takes_nothing_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, behind: bool
 ) -> None:
-    def rotate(**_: Any) -> None:
+    def rotate(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     mt.init(device="cpu", save_in_background=behind)
-    monkeypatch.setattr("megatrain.trainer_checkpoints.rotate_checkpoints", rotate)
+    monkeypatch.setattr("megatrain.trainer_checkpoints.drop_surplus", rotate)
     changes = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     trainer = make_trainer(tmp_path, None, {"eval_dataset": rows(4)}, **changes)
     trainer.train()
