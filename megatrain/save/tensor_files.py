@@ -155,14 +155,18 @@ class TensorFile:
         view = block.view[: round_up(num_bytes, PAGE_BYTES)]
         with writing(self._path):
             while len(view):
-                try:
-                    written_bytes = self._calls.write(self._fd, view, offset)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not _end_direct(self._fd):
-                        raise
-                    continue
+                written_bytes = self._write_some(view, offset)
                 view, offset = view[written_bytes:], offset + written_bytes
         return digest
+
+    def _write_some(self, view: memoryview, offset: int) -> int:
+        """Returns how many bytes; 0 where it is to be tried again."""
+        try:
+            return self._calls.write(self._fd, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _end_direct(self._fd):
+                raise
+            return 0
 
 
 class _Block:
