@@ -371,6 +371,8 @@ In a recipe they are the keys of `training`, and the arguments of `megatrain.ini
 Beside the logs of transformers, callbacks and `report_to` integrations get `grad_norm/LAYER` (norm of the layer's
 gradient) and `update_ratio/LAYER` (length of the last finished update over length of the weights) at every logging
 step. They are not printed and not kept in `log_history`. `Trainer.log_layers = False` turns them off.
+At the same steps a line is appended to `megatrain_log.jsonl` in `output_dir`, which `megatrain report` shows
+([guides](guides.md#reading-a-report)); `Trainer.keeps_log = False` turns that off.
 
 | field | status | accepted values | what it does here, or why not |
 |---|---|---|---|

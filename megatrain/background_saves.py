@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megatrain.base.units import format_bytes
 from megatrain.execute.report import say_on_a_line_of_its_own
@@ -48,6 +49,8 @@ class BackgroundSaves:
         self._before_seconds = 0.0
         self._when_complete: Callable[[], None] = lambda: None
         self._when_failed: Callable[[], None] = lambda: None
+        self.note: Callable[[dict[str, Any]], None] = lambda _: None
+        """Is told of each checkpoint that is complete, or failed."""
 
     @property
     def is_under_way(self) -> bool:
@@ -137,6 +140,8 @@ class BackgroundSaves:
             self.call_off()
             self.meter.take()
             when_failed()
+            if isinstance(error, Exception):
+                self.note({"name": Path(target).name, "error": f"{type(error).__name__}: {error}"})
             if must_succeed or self._on_error == "stop" or not isinstance(error, OSError):
                 raise
             earlier = said_of_earlier(Path(target))
@@ -148,7 +153,9 @@ class BackgroundSaves:
         with self.told(str(self._target), self._when_failed, must_succeed=must_succeed):
             saving.result()
             self._rate = saving.num_bytes / saving.seconds if saving.num_bytes else self._rate
-            self._say(self._line(saving, self.meter.take()))
+            pause = self.meter.take()
+            self._say(self._line(saving, pause))
+            self.note(self._facts(saving, pause))
             self._complete()
 
     def _complete(self) -> None:
@@ -170,6 +177,16 @@ class BackgroundSaves:
             clip=self._clip,
             is_behind=is_behind,
         )
+
+    def _facts(self, saving: Saving, pause: float) -> dict[str, Any]:
+        seconds = self._before_seconds + saving.seconds
+        return {
+            "name": self._target.name,
+            "num_bytes": saving.num_bytes,
+            "seconds": round(seconds, 3),
+            "pause_seconds": round(min(pause, seconds), 3),
+            "predicted_pause_seconds": self._predicted,
+        }
 
     def _line(self, saving: Saving, pause: float) -> str:
         seconds = self._before_seconds + saving.seconds

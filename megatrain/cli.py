@@ -198,6 +198,18 @@ def resume(
     run(folder, overrides or [])
 
 
+def report(
+    folder: Annotated[Path, typer.Argument(help="The output folder of a run.", metavar="DIR")],
+    output: Annotated[
+        Path | None, typer.Option(help="Where the page goes, in place of DIR/report.html.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Show a run as one HTML page: losses, speed, memory, plan against actual, lanes, checkpoints, faults."""
+    from megatrain.commands.report import report as run
+
+    run(folder, output)
+
+
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of a run, or a saved model.", metavar="CHECKPOINT")],
     folder: Annotated[Path, typer.Argument(help="A new folder.", metavar="DIR")],
@@ -218,6 +230,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "doctor": doctor,
     "verify": verify,
+    "report": report,
     "export": export,
 }
 

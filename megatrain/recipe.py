@@ -81,6 +81,10 @@ class OutputConfig:
     dir: str | None = None
     """Folder for the trained model and its checkpoints. Left out: `runs/` and the recipe's file name."""
 
+    trace_step: int | None = None
+    """What each lane does in this step and the next is written to `trace.json` in `dir`, for Perfetto and `megatrain
+    report`. Left out: no trace."""
+
     overwrite: bool = False
     """true: write over an earlier run: its checkpoints are removed when all is checked and the new run begins to train,
     its model when the new one is saved. Otherwise a folder that holds any is refused."""
@@ -88,6 +92,8 @@ class OutputConfig:
     def __post_init__(self) -> None:
         if self.dir is not None and not self.dir.strip():
             raise UserError(f"output.dir is {self.dir!r}; give a folder, or leave it out")
+        if self.trace_step is not None and self.trace_step < 1:
+            raise UserError(f"output.trace_step is {self.trace_step}; use 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

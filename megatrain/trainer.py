@@ -37,19 +37,19 @@ from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
+from megatrain.logged_trainer import LoggedTrainer
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of
 from megatrain.run_folder import check_output_dir, find_best_checkpoint, holding_run_folder
 from megatrain.save.checkpoints import later_than
 from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
-from megatrain.trainer_checkpoints import CheckpointingTrainer
 
 logger = logging.getLogger("megatrain")
 
 Batch = dict[str, Any]
 
 
-class Trainer(CheckpointingTrainer):
+class Trainer(LoggedTrainer):
     """Takes what transformers.Trainer takes; see docs/training_arguments.md for each of the arguments.
 
     A model that is not streamed yet is streamed here, as `megatrain.stream(model)` would with `bf16=args.bf16`.
@@ -131,6 +131,7 @@ class Trainer(CheckpointingTrainer):
             self.remove_callback(self._stop)
         self.engine.wait()
         self.engine.report.finish()
+        self.run_logger.finish()
         if self._stop.is_stopping:
             self.say_how_to_go_on(self._stop.name)
             raise StoppedRunError

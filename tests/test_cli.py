@@ -56,6 +56,7 @@ def test_verbs_and_options_change_only_on_purpose() -> None:
         ],
         "doctor": ["offload_dir", "quick", "as_json", "output", "return"],
         "verify": ["folder", "return"],
+        "report": ["folder", "output", "return"],
         "export": ["checkpoint", "folder", "dtype", "return"],
         "resume": ["folder", "overrides", "return"],
     }

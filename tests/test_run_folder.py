@@ -12,6 +12,7 @@ import pytest
 from trainer_helpers import arguments, assert_equal_weights, llama, rows, train, weights
 
 import megatrain as mt
+from megatrain.run_log import LOG_NAME
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing"])
@@ -74,7 +75,7 @@ def test_the_best_checkpoint_of_a_run_that_was_moved_is_found(tmp_path: Path) ->
     longer = mt.Trainer(llama(), arguments(kept, num_train_epochs=4, **limited), train_dataset=rows(), **given)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.best_model_checkpoint == str(kept / "checkpoint-3")
-    assert {path.name for path in kept.iterdir()} == {"checkpoint-3"}
+    assert {path.name for path in kept.iterdir()} == {"checkpoint-3", LOG_NAME}
     assert_equal_weights(weights(longer.model), best)
 
 

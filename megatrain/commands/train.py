@@ -98,6 +98,7 @@ def _run(
     from megatrain.commands.length import RunLength
     from megatrain.commands.progress import ProgressDisplay, SpeedMeter
     from megatrain.commands.run import closing_engine, prepare, print_samples
+    from megatrain.commands.trace_steps import TRACE_NAME, TraceSteps
 
     ingredients = prepare(recipe, arguments, console)
     report = ingredients.datasets.report.train
@@ -123,6 +124,8 @@ def _run(
             print_samples(ingredients, recipe.sample, console, "before")
         trainer.add_callback(begin)
         trainer.add_callback(display)
+        if recipe.output.trace_step is not None:
+            trainer.add_callback(TraceSteps(recipe.output.trace_step, recipe.output_dir / TRACE_NAME))
         print_step(console, f"training for {format_number(max(0, length.num_steps - num_steps_done), 'step')}")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.remove_callback(display)

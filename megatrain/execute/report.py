@@ -49,6 +49,10 @@ class RunReport:
         """Takes what was measured into account for the next plan, and says so in a line."""
         self.step_seconds: list[float] = []
         """Of each step but the first, from the end of the last."""
+        self.said: list[str] = []
+        """Lines, so far."""
+        self.outcome: dict[str, Any] | None = None
+        """What the first of them says, for programs: `predicted` (None: nothing could be) and `measured`."""
         self._engine, self._say = engine, say
         self._seen: list[tuple[int, int]] = []
         self._workload: Workload | None = None
@@ -103,6 +107,7 @@ class RunReport:
             return None
         self._is_over = True
         plan = self._engine.plan or self.predict(self._workload)
+        self.outcome = self._outcome(self._workload, plan)
         self.say(self.line(self._workload, plan))
         learnt = "" if plan is None else self.learn(plan, self._measured())
         if learnt:
@@ -110,6 +115,7 @@ class RunReport:
         return plan
 
     def say(self, line: str) -> None:
+        self.said.append(line)
         self._say(line)
 
     def silence(self) -> None:
@@ -118,7 +124,7 @@ class RunReport:
 
     def line(self, workload: Workload, plan: Plan | None) -> str:
         """predicted -> measured, of what is predicted; else what was measured."""
-        measured = self._measured_bytes()
+        measured = measured_bytes(self._engine)
         names = {HBM_TIER: "device", RAM: "host in use", DISK_TIER: "disk"}
         planned = {} if plan is None else {tier: plan.timeline.peak(tier) for tier in names}
         parts = [f"step {_pair(_seconds, plan and plan.step_seconds, statistics.median(self.step_seconds))}"]
@@ -166,15 +172,32 @@ class RunReport:
         transport = self._engine.transport
         return sum(transport.stall_seconds().values()), transport.busy_seconds().get("cpu", 0.0)
 
-    def _measured_bytes(self) -> dict[str, int]:
-        engine = self._engine
-        is_cuda = engine.device.type == "cuda"
-        disk = engine.memory.disk
+    def _outcome(self, workload: Workload, plan: Plan | None) -> dict[str, Any]:
+        measured = {"step_seconds": statistics.median(self.step_seconds), "bytes": measured_bytes(self._engine)}
         return {
-            HBM_TIER: torch.cuda.max_memory_reserved(engine.device) + CONTEXT_BYTES if is_cuda else 0,
-            RAM: psutil.Process().memory_info().rss,
-            DISK_TIER: 0 if disk is None else disk.disk_bytes,
+            "num_sequences": workload.num_sequences,
+            "length": workload.length,
+            "num_steps": len(self.step_seconds),
+            "predicted": None if plan is None else predicted(plan),
+            "measured": measured,
         }
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """Seconds of a step and the most bytes of each tier, and where the machine's rates are from."""
+    peaks = {tier: plan.timeline.peak(tier) for tier in (HBM_TIER, RAM, DISK_TIER)}
+    return {"step_seconds": plan.step_seconds, "bytes": peaks, "source": plan.machine.source}
+
+
+def measured_bytes(engine: Engine) -> dict[str, int]:
+    """Of each tier: the most that the device's allocator held so far, and what this process has in memory now."""
+    disk = engine.memory.disk
+    is_cuda = engine.device.type == "cuda"
+    return {
+        HBM_TIER: torch.cuda.max_memory_reserved(engine.device) + CONTEXT_BYTES if is_cuda else 0,
+        RAM: psutil.Process().memory_info().rss,
+        DISK_TIER: 0 if disk is None else disk.disk_bytes,
+    }
 
 
 def _seconds(seconds: float) -> str:
