@@ -24,6 +24,8 @@ KINDS = {
 }
 """Colour -> what of a trace has it."""
 _KIND_OF = {what: kind for kind, whats in KINDS.items() for what in whats}
+WIDTHS = ((1080, "full"), (680, "half"), (340, "narrow"))
+"""Of drawings, for wide and narrower pages; paper has the second."""
 _ROW, _BAR, _AXIS = 26, 18, 34
 _LEAST = 0.6
 """Units below which a bar, or a gap between two, is not seen."""
@@ -64,7 +66,7 @@ def lanes_html(trace: Mapping[str, Any], name: str) -> str:
     )
     what = "the last whole step of" if window else "all of"
     rows = {tracks[track]: rows[tracks[track]] for track in sorted(tracks) if tracks[track] in rows}
-    drawings = "".join(_drawing(rows, start, end, width, css) for width, css in ((1080, "wide"), (340, "narrow")))
+    drawings = "".join(_drawing(rows, start, end, width, css) for width, css in WIDTHS)
     return (
         f'<figure class="full"><figcaption>Lanes of a step <span class="unit">{what} {escape(name)}, '
         f'{(end - start) / 1e3:,.1f} ms</span></figcaption><div class="legend">{keys}</div>{drawings}</figure>'

@@ -48,7 +48,7 @@ figcaption .unit { font-weight: 400; }
 .key i.dashed { border-top-style: dashed; border-top-width: 2px; }
 .key i.mark { border-top: 0; border-left: 2px dotted var(--soft); height: 12px; width: 5px; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg.narrow { display: none; }
+svg.narrow, svg.half { display: none; }
 .tick { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--grid); stroke-width: 1; }
 .mark { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 2 3; }
@@ -67,10 +67,13 @@ td:last-child, th:last-child { padding-right: 0; }
 ul { margin: 6px 0; padding-left: 20px; }
 li { margin: 3px 0; overflow-wrap: anywhere; }
 code, .said { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 13px; }
-@media (max-width: 900px) { .charts { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 900px) {
+  .charts { grid-template-columns: minmax(0, 1fr); }
+  svg.full { display: none; } svg.half { display: block; }
+}
 @media (max-width: 520px) {
   body { padding: 18px 14px 36px; }
-  svg.wide { display: none; } svg.narrow { display: block; }
+  svg.wide, svg.half { display: none; } svg.narrow { display: block; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   th, td { padding-right: 10px; }
 }
@@ -79,7 +82,7 @@ code, .said { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monosp
   body { padding: 0; max-width: none; font-size: 11px; }
   h2 { break-after: avoid; margin-top: 20px; }
   .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px 20px; }
-  svg.wide { display: block; } svg.narrow { display: none; }
+  svg.wide, svg.half { display: block; } svg.narrow, svg.full { display: none; }
   .tile, .tables, tr { break-inside: avoid; }
   .note, .legend, .tile span, th, code, .said { font-size: 10px; }
 }
