@@ -38,7 +38,6 @@ from megatrain.optim.base import HomeOptimizer
 from megatrain.optim.commit import check_whole
 from megatrain.optim.saved import settings_of
 from megatrain.resuming import check_random_state, check_state, load_scheduler, read_foreign_optimizer
-from megatrain.run_logger import RunLogger
 from megatrain.run_plan import disk_write_rate
 from megatrain.save.adapters import save_trained, saves_adapters
 from megatrain.save.card import WEIGHTS, Facts, write_card, write_facts
@@ -65,9 +64,6 @@ class CheckpointingTrainer(transformers.Trainer):
     """Over a streamed model."""
 
     engine: Engine
-    run_logger: RunLogger
-    """Keeps the log in the output folder, if it is one of the callbacks."""
-
     num_flops_per_token: int
     """As `floating_point_ops` counts them; 0 where it counts otherwise."""
 
@@ -105,14 +101,12 @@ class CheckpointingTrainer(transformers.Trainer):
     def saves(self) -> BackgroundSaves:
         """The checkpoint that is being written, if there is one."""
         config = self.engine.config
-        saves = BackgroundSaves(
+        return BackgroundSaves(
             bytes_per_second=disk_write_rate(),
             clip=config.clip,
             on_error=config.on_save_error,
             is_behind=config.save_in_background,
         )
-        saves.note = self.run_logger.note_checkpoint
-        return saves
 
     def checkpoint_dir(self) -> str:
         """Of this step."""
@@ -293,7 +287,6 @@ class CheckpointingTrainer(transformers.Trainer):
         self.saves.meter.end_step(is_saving=self.saves.is_under_way)
         self.saves.poll()
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.run_logger.begin_step()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.saves.finish(must_succeed=self.is_stopping)
