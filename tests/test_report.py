@@ -223,7 +223,7 @@ def test_a_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     html = page(read_run(tmp_path))
     cells = re.findall(r"<td>(.*?)</td>", html)
     assert cells[:8] == ["step", "2 s", "2.5 s", "+25.0%", "device memory", "4.0 GiB", "3.0 GiB", "-25.0%"]
-    assert cells[8:12] == ["host memory", "–", "1.0 GiB", "–"]
+    assert cells[8:12] == ["host memory in use", "–", "1.0 GiB", "–"]
     assert "OSError: &lt;full&gt; &amp; over" in html
     assert "it still runs, or was killed" in html
 

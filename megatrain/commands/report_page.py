@@ -22,7 +22,7 @@ from megatrain.commands.report_lanes import lanes_html
 from megatrain.commands.report_style import STYLE
 from megatrain.run_log import Entry
 
-TIERS = {"hbm": "device memory", "ram": "host memory", "disk": "offload disk"}
+TIERS = {"hbm": "device memory", "ram": "host memory in use", "disk": "offload disk"}
 _MANY = 20
 """Losses from which on the later ones get a chart of their own."""
 
