@@ -114,7 +114,6 @@ class Trainer(LoggedTrainer):
     ) -> transformers.trainer_utils.TrainOutput:
         self._stop = StopWhenTold()
         self.add_callback(self._stop)
-        self.saves.note = self.run_logger.note_checkpoint
         saves_model_alone = self.args.save_only_model
         try:
             with self._stop.listening(), self._saves_end():
@@ -193,7 +192,6 @@ class Trainer(LoggedTrainer):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | int | None]:
         """The micro-batches of the coming step, and the number of target tokens in all of them."""
-        self.run_logger.begin_step()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.saves.meter.begin_step()
         self._batches = list(batches)
