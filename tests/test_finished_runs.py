@@ -14,6 +14,7 @@ from trainer_helpers import Recorder, arguments, assert_equal_weights, llama, ro
 
 import megatrain as mt
 from megatrain.commands import record
+from megatrain.run_log import LOG_NAME
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
 
@@ -29,7 +30,7 @@ def test_a_trainer_at_its_last_step_makes_none(tmp_path: Path) -> None:
     assert (output.global_step, output.training_loss) == (4, 0.0)
     assert_equal_weights(weights(again.model), trained)
     assert [name for name, _ in seen.events if name != "on_log"] == ["on_init_end", "on_train_begin", "on_train_end"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", LOG_NAME]
 
 
 def test_a_finished_run_is_left_alone_and_one_without_its_model_gets_it(
