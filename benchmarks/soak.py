@@ -31,6 +31,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import megatrain as mt
+from megatrain.base.folder_lock import LOCK_NAME
+from megatrain.run_log import LOG_NAME
 from megatrain.save.checkpoints import checkpoints_in
 from megatrain.save.tensor_files import Shards
 
@@ -152,7 +154,7 @@ def digest(folder: Path) -> str:
 def litter(folder: Path) -> set[str]:
     names = {path.name for path in (*folder.iterdir(), *(folder / "run").iterdir(), *folder.glob("homes/*"))}
     known = {path.name for path in checkpoints_in(folder / "run")}
-    return names - known - {"run", "final", "homes", ".megatrain.lock"}
+    return names - known - {"run", "final", "homes", LOCK_NAME, LOG_NAME}
 
 
 def main() -> None:

@@ -119,11 +119,11 @@ def test_smaller_micro_batches_and_fewer_sequences_are_offered_where_they_are_en
         assert (Planner(machine(30, 60), wide_llama(), tried, Config()).best() is not None) is fits
     # The inputs of all sequences of a step wait for the backward.
     work = Workload(num_sequences=256, length=4096)
-    text = refused(12, 40, work)
+    text = refused(12, 20, work)
     number = int(re.search(r"at most (\d+) sequences of 4,096 tokens a step", text)[1])
     for count, fits in ((number, True), (number + 1, False)):
-        tried = dataclasses.replace(work, num_sequences=count, rows=1)
-        assert (Planner(machine(12, 40), wide_llama(), tried, Config()).best() is not None) is fits
+        tried = dataclasses.replace(work, num_sequences=count)
+        assert (Planner(machine(12, 20), wide_llama(), tried, Config()).best() is not None) is fits
 
 
 def test_a_remedy_for_the_device_names_what_the_host_lacks_too() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.errors import InterruptedRunError, StoppedRunError, UserError
+from megatrain.base.paths import looking_at
 from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
@@ -37,7 +38,9 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
     """
     recipe = load_recipe(recipe_file, overrides)
     with contextlib.ExitStack() as stack:
-        if recipe.output_dir.is_dir() and not dry_run:
+        with looking_at("output.dir"):
+            is_there = recipe.output_dir.is_dir()
+        if is_there and not dry_run:
             # Before anything is looked for in it.
             stack.enter_context(holding_output_folder(recipe.output_dir, "output.dir"))
         _train(recipe, recipe_file, overrides, stack, dry_run=dry_run)

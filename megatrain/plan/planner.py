@@ -220,11 +220,11 @@ class Planner:
         """With each the numbers of homes that may live on the device."""
         counts = self.home_counts()
         for rows in self.workload.row_choices():
-            for group in self._groups(rows):
+            for group in self.groups(rows):
                 for num_homes in counts if group is None else sorted({*counts[::GROUPED_STRIDE], counts[-1]}):
                     yield (rows, group), num_homes
 
-    def _groups(self, rows: int) -> list[int | None]:
+    def groups(self, rows: int) -> list[int | None]:
         """How many micro-batches may go together: all of them, or few, where sums of all gradients fit the device."""
         num_micro = -(-self.workload.num_sequences // rows)
         return [None, *(group for group in GROUPS if group < num_micro <= MOST_GROUPS * group)]

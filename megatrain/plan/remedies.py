@@ -87,18 +87,22 @@ def _smallest_on_device(planner: Planner) -> Choice:
     """With as little device memory as can be: one slot, one row, all inputs on the host."""
     rows = min(planner.workload.row_choices())
     places = tuple(CPU for _ in planner.spec.homes)
-    return Choice(rows=rows, num_slots=1, places=places, activation_bytes=0)
+    choice = Choice(rows=rows, num_slots=1, places=places, activation_bytes=0)
+    grouped = [dataclasses.replace(choice, group=group) for group in planner.groups(rows)]
+    return min(grouped, key=lambda one: planner.maker.timeline(one).peak(HBM_TIER))
 
 
 def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     spec, workload = planner.spec, planner.workload
     largest = max((home for home in spec.homes if home.layers), key=lambda home: home.numel)
     working = planner.maker.working_bytes(smallest.rows)
-    passing = planner.maker.returning_bytes(smallest)
+    returning, passed_on = planner.maker.returning_bytes(smallest), planner.maker.passed_on_bytes(smallest)
+    passing = smallest.group_tokens(workload) // workload.length
     parts = {
         "the CUDA context": CONTEXT_BYTES,
-        f"slot, gradient sums and drains of {largest.name!r}": needed - working - passing - CONTEXT_BYTES,
-        "inputs of layers on their way": passing,
+        f"slot, gradient sums and drains of {largest.name!r}": needed - working - returning - passed_on - CONTEXT_BYTES,
+        "inputs of layers on their way": returning,
+        f"what a layer passes to the next, of {format_number(passing, 'sequence')}": passed_on,
         f"a micro-batch of {smallest.rows} x {workload.length} in one layer": working,
     }
     # Rounded first and added then, so that a reader's sum is the one that is written.
@@ -114,6 +118,9 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     rows = _fewer_rows(planner)
     if rows:
         remedies.append(f"micro-batches of at most {format_number(rows, 'sequence')}")
+    fewer = _fewer_sequences(planner)
+    if fewer:
+        remedies.append(_at_most(fewer, workload))
     context = largest_context(planner.machine, spec, planner.config, workload.num_sequences)
     if 0 < context < workload.length:
         remedies.append(f"sequences of at most {context:,} tokens")

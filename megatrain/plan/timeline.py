@@ -213,6 +213,11 @@ class TimelineMaker:
         """Device memory of the largest layer at work."""
         return max(self._working_curve(rows))
 
+    def passed_on_bytes(self, choice: Choice) -> int:
+        """What a layer passes to the next one lies on the device until that is visited, whether it is then copied or
+        kept."""
+        return self._layer_input_bytes(choice.group_tokens(self._workload))
+
     # What moves.
 
     def _layer_input_bytes(self, num_tokens: int) -> int:
@@ -291,9 +296,7 @@ class TimelineMaker:
         for place, sizes in zip(choice.places, self._sizes, strict=True):
             for part, row in _PART_ROWS.items():
                 fixed[HBM_TIER, row] += sizes[part] * (place.tiers[part] == HBM_TIER)
-        # What a layer passes to the next one lies there until that is visited, whether it is then copied or kept.
-        passed_on = self._layer_input_bytes(choice.group_tokens(self._workload))
-        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice) + passed_on
+        fixed[HBM_TIER, "buffers"] = self._device_buffers(choice) + self.passed_on_bytes(choice)
         return fixed
 
     def _device_buffers(self, choice: Choice) -> int:

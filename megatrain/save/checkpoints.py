@@ -199,13 +199,18 @@ def _lacking_in(folder: Path, kind: str | None) -> list[str]:
     if kind is None:
         return []
     needed = missing_in(folder) if kind == TRAINING else ["trainer_state.json"]
-    if not any((folder / name).is_file() for name in ENTRY_NAMES):
+    # peft keeps an adapter of another name than its default in a folder of that name.
+    if not any((place / name).is_file() for place in _with_folders_in(folder) for name in ENTRY_NAMES):
         needed.append(ENTRY_NAMES[0])
     lacking = [f"{name} is missing" for name in needed if not (folder / name).is_file()]
     for index in sorted(folder.glob("*.safetensors.index.json")):
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         lacking += [f"{name} is missing" for name in sorted(shards) if not (folder / name).is_file()]
     return lacking
+
+
+def _with_folders_in(folder: Path) -> list[Path]:
+    return [folder, *(path for path in folder.iterdir() if path.is_dir())]
 
 
 def _signature(noted: Mapping[Path, tuple[int, str]]) -> tuple:
