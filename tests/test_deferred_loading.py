@@ -121,6 +121,21 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_a_model_is_compiled_beside_streamed_ones(tmp_path: Path) -> None:
+    """Weights are read before the tracing, which no streamed model disturbs; later they cannot be, and it says so."""
+    folder = saved(tmp_path)
+    expected = ask(load_plainly(folder))
+    streamed = mt.stream(load_plainly(folder))
+    compiled = torch.compile(load(folder), backend="eager")
+    assert torch.equal(ask(compiled), expected)
+    model = load(folder)
+    with pytest.raises(Exception, match=r"model.embed_tokens.weight is still in its file.*torch.compile\(model\)"):
+        torch.compile(ask, backend="eager")(model)
+    assert num_deferred(model) and torch.equal(ask(model), expected)
+    torch._dynamo.reset()
+    assert torch.equal(ask(streamed), expected)
+
+
 @pytest.mark.parametrize("use", USES)
 def test_whoever_asks_for_the_weights_has_a_plain_model(tmp_path: Path, use: str) -> None:
     folder = saved(tmp_path)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from megatrain.base.cgroup import free_host_bytes
@@ -68,6 +69,7 @@ class DeferredWeights:
             # Somebody else may have read it while this thread waited.
             if not isinstance(parameter, DeferredParameter):
                 return
+            _check_not_traced(parameter)
             unit = self._units[parameter._name]
             self._check_room(self._left[unit])
             for one in list(self._left[unit]):
@@ -165,6 +167,29 @@ class DeferredParameter(nn.Parameter):
 
     def __repr__(self, **_: Any) -> str:
         return f"DeferredParameter({self._name}, {tuple(self.shape)}, {self.dtype}, not read yet)"
+
+
+def read_before_compiling() -> None:
+    """From now on `torch.compile(model)` reads what is deferred of it: weights must not change while they are traced."""
+    _register_hook()
+
+
+@functools.cache
+def _register_hook() -> None:
+    torch_module.register_module_module_registration_hook(_read_for_wrapper)
+
+
+def _read_for_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is not None and type(parent).__name__ == "OptimizedModule":
+        read_deferred(child)
+
+
+def _check_not_traced(parameter: DeferredParameter) -> None:
+    if torch._guards.TracingContext.try_get() is not None:
+        raise UserError(
+            f"{parameter._name} is still in its file, and is traced: compile the model itself with torch.compile(model), "
+            "which reads its weights first, or say mt.init(defer_loading=False) before from_pretrained"
+        )
 
 
 def read_deferred(model: nn.Module) -> None:

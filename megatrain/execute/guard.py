@@ -49,6 +49,8 @@ def _register_hooks() -> None:
 
 
 def _check_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if torch.compiler.is_compiling():
+        return  # it would become a condition of the compiled code; a streamed model is never compiled as a whole
     if parent in _streamed and parent._modules.get(name) is not child:
         raise RefusedError(
             f"{type(parent).__name__}.{name} is part of a streamed model and cannot become a {type(child).__name__}: "
@@ -66,6 +68,8 @@ def _check_module(parent: nn.Module, name: str, child: nn.Module | None) -> None
 
 
 def _check_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if torch.compiler.is_compiling():
+        return
     if isinstance(parameter, HomeParameter) and type(module).__name__ == "ParametrizationList":
         raise RefusedError(
             f"a parametrization of {parameter._field.name} is refused: register it first, then call mt.stream"

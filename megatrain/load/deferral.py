@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import GIB
-from megatrain.execute.deferred import DeferredWeights, read_deferred
+from megatrain.execute.deferred import DeferredWeights, read_before_compiling, read_deferred
 from megatrain.load.checkpoint import WholeModelError
 from megatrain.load.interception import set_process_loader
 from megatrain.load.opening import OpenedCheckpoint
@@ -33,6 +33,8 @@ PLAIN_BYTES = GIB
 
 def defer_loading(is_on: bool) -> None:
     """From now on in this process; off: transformers loads as it does without this library."""
+    if is_on:
+        read_before_compiling()
     set_process_loader(_Deferring() if is_on else None)
 
 
