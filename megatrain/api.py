@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.attention_choice import choose_attention
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.names import refusing_unknown
@@ -28,7 +29,7 @@ from megatrain.execute.parameters import HomeParameter
 from megatrain.execute.retry import StepTooLargeError
 from megatrain.fewer_rows import explained, num_tokens
 from megatrain.losses import num_target_tokens, own_loss
-from megatrain.outline import outline_model, prepare_cuda
+from megatrain.outline import attention_of, outline_model, prepare_cuda
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.rows import (
     Placement,
@@ -66,6 +67,7 @@ def init(
     on_save_error: str = "warn",
     verify_transfers: bool = False,
     logits_in_pieces: bool | None = None,
+    attention: str | None = None,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -87,14 +89,13 @@ def init(
         hbm_home_gb: device memory for layers that live there; None: as the plan says, or a fifth of what is free.
         workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
             for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
-        defer_loading: from now on transformers' own `from_pretrained` leaves the weights of a large model in their
-            files until they are taken home or asked for. False: it reads them at once, as without this library.
+        defer_loading: transformers' own `from_pretrained` leaves weights in their files until they are asked for.
         replan: False: on a GPU a run does not change after its first steps where homes live and how many slots it has.
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
         on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
         verify_transfers: check sums of what is moved: what arrives changed is sent again (docs/reliability.md).
-        logits_in_pieces: head and cross entropy in pieces of a micro-batch's tokens, equal to rounding. None: where
-            there is more than one (of 2048 tokens, or 2^26 logits). False: never, for the same bits. True: always.
+        logits_in_pieces: head and loss in pieces of the tokens (to rounding). None: where there are several.
+        attention: kernel to prefer: "flash", "cudnn", "efficient", "math"; None: the fastest; "torch": its own choice.
 
     Raises UserError for a setting that cannot work.
     """
@@ -142,6 +143,7 @@ def stream(
     plans = placement.plans
     if device.type == "cuda":
         prepare_cuda(device, outline.formats.precision, config)
+    attention = choose_attention(config, outline.plan, attention_of(model))
 
     rooms = _make_rooms(placement, memory, device)
     homes = _make_homes(placement, memory, device, rooms)
@@ -158,7 +160,7 @@ def stream(
         placement=placement,
         activation_bytes=activation_bytes(placement, outline.device_bytes),
     )
-    engine.plan = outline.plan
+    engine.plan, engine.attention = outline.plan, attention
     if device.type == "cuda":
         _learn(engine, model, may_change=config.replan and (outline.plan is not None or options.places is None))
     with _closed_on_failure(engine):

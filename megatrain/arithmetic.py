@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from megatrain.execute.attention import AttentionKernels, parse_kernels
+from megatrain.execute.templates import prefer_attention
+from megatrain.outline import attention_of
+
 if TYPE_CHECKING:
     from megatrain.trainer_checkpoints import CheckpointingTrainer
 
+ATTENTION = "attention kernels"
 EXACT_MOMENTS = "exact fp32"
 """Of moments in fp32 and in lossless code: the same bits."""
 
@@ -36,7 +41,8 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
     rounding: dict[str, Any] = {
         "per_device_train_batch_size": rows,
         "rows at a time": trainer.most_rows or "as they come",
-        "attn_implementation": getattr(getattr(trainer.model, "config", None), "_attn_implementation", None),
+        "attn_implementation": attention_of(trainer.model),
+        ATTENTION: str(engine.attention),
         "compile": config.compile,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -64,6 +70,21 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
     }
     kept = {"learning_rate": args.learning_rate, "weight_decay": args.weight_decay}
     return {"rounding": rounding, "training": training, "kept": kept}
+
+
+def go_on_with(trainer: CheckpointingTrainer, name: str, saved: Mapping[str, Any] | None, max_steps: int) -> str:
+    """Take over from the checkpoint what bits depend on and is free to choose: attention kernels, where none was named
+    and the device is the same. Returns what is to be said of the run (see `said_of_resuming`)."""
+    engine = trainer.engine
+    now, changed = arithmetic_of(trainer, max_steps), ""
+    of_then = {} if saved is None else saved.get("rounding", {})
+    if engine.config.attention is None and of_then.get("device") == now["rounding"]["device"]:
+        kernels = AttentionKernels(parse_kernels(of_then.get(ATTENTION, "torch")), f"as in {name}")
+        if kernels.order != engine.attention.order:
+            changed = f" Attention kernels are those of {name}: {kernels} (first chosen: {engine.attention})."
+            prefer_attention(engine, kernels)
+            now = arithmetic_of(trainer, max_steps)
+    return said_of_resuming(name, saved, now) + changed
 
 
 def said_of_resuming(name: str, saved: Mapping[str, Any] | None, now: Mapping[str, Mapping[str, Any]]) -> str:

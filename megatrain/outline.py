@@ -12,6 +12,7 @@ from torch import nn
 
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
+from megatrain.execute.attention import check_attention
 from megatrain.execute.dropped import collect_dropped
 from megatrain.leaving import LeavingWeights
 from megatrain.plan.outcome import Plan
@@ -56,6 +57,7 @@ def outline_model(
     device = _device(config)
     if device.type == "cuda" or config.offload_dir is not None:
         collect_dropped()  # what is free decides what lives where
+    check_attention(config, attention_of(model), device)
     precision = _precision(model, config, bf16)
     formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
     plans = plan_homes(model, layers, formats)
@@ -94,6 +96,11 @@ def outline_model(
         leaving=leaving,
         plan=plan,
     )
+
+
+def attention_of(model: nn.Module) -> str | None:
+    """`attn_implementation` of a model of transformers."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def _device(config: Config) -> torch.device:

@@ -33,7 +33,13 @@ from megatrain.plan.workload import Workload
 from megatrain.spec.homes import Formats
 from megatrain.spec.model import ModelSpec, model_spec
 
-LEARNT = ("matmul_flops_per_second", "fp32_flops_per_second", "hbm_bytes_per_second", "update_ns_per_parameter")
+LEARNT = (
+    "matmul_flops_per_second",
+    "fp32_flops_per_second",
+    "attention_flops_per_second",
+    "hbm_bytes_per_second",
+    "update_ns_per_parameter",
+)
 SPARE_SHARE = 0.8
 """Of the device memory that was free at the peak of the first steps, for homes and slots that are added: longer batches
 and gaps of the allocator are still to come."""

@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
 from megatrain.arguments import num_times
-from megatrain.arithmetic import arithmetic_of, said_of_resuming
+from megatrain.arithmetic import arithmetic_of, go_on_with
 from megatrain.background_saves import BackgroundSaves
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
@@ -350,14 +350,14 @@ class CheckpointingTrainer(transformers.Trainer):
         two, can refuse a checkpoint as well, and nothing is overwritten before all has been looked at."""
         if checkpoint is None:
             return
-        folder, now = Path(checkpoint), arithmetic_of(self, self._max_steps)
+        folder, arithmetic = Path(checkpoint), None
         # Mapped, not read: the saved moments need not fit beside those at home.
         if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
             saved = read_foreign_optimizer(folder / FOREIGN_OPTIMIZER_NAME)
-            said = said_of_resuming(folder.name, None, now)
         else:
             settings, saved = read_optimizer(folder, self.optimizer)
-            said = said_of_resuming(folder.name, settings.get("arithmetic"), now)
+            arithmetic = settings.get("arithmetic")
+        said = go_on_with(self, folder.name, arithmetic, self._max_steps)
         load_optimizer = self.optimizer.prepared_load(saved)
         take_schedule_back = load_scheduler(self.lr_scheduler, folder)
         try:

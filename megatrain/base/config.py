@@ -26,6 +26,7 @@ MOST_GB = 10**9
 """An exabyte: more is a slip of the pen."""
 GRADIENTS = ("fp32", "bf16")
 ON_SAVE_ERROR = ("warn", "stop")
+ATTENTION = ("torch", "flash", "cudnn", "efficient", "math")
 
 
 TWO_BITS = (
@@ -77,6 +78,11 @@ class Config:
     compile: bool = False
     """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
     bits may differ."""
+
+    attention: str | None = None
+    """Kernel that scaled_dot_product_attention takes inside layers where it can: "flash", "cudnn", "efficient" or
+    "math". Left out: on a GPU the fastest one, measured at the shape of the work where that is known, else PyTorch's
+    own choice. "torch": always that. Results differ by rounding."""
 
     logits_in_pieces: bool | None = None
     """Compute head and cross entropy together, the logits of a piece of the tokens at a time. Equal to whole logits to
@@ -134,6 +140,7 @@ class Config:
             raise UserError(f"optimizer_compression={self.optimizer_compression!r} is not known: use one of {known}")
         masters = [master for of in MASTERS.values() for master in of]
         choices = {"master": (None, *masters), "grad_dtype": (None, *GRADIENTS), "clip": CLIPS}
+        choices["attention"] = (None, *ATTENTION)
         for name, known in {**choices, "on_save_error": ON_SAVE_ERROR}.items():
             if getattr(self, name) not in known:
                 raise UserError(f"{name}={getattr(self, name)!r} is not known: use one of {known}")

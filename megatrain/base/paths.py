@@ -82,8 +82,26 @@ def existing_parent(folder: Path) -> Path:
     return next(parent for parent in (folder, *folder.parents) if parent.exists())
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a small file, whole or not at all; its folder is made. Raises OSError."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
 def machine_profile_path() -> Path:
     """Where `megatrain doctor` keeps what it measured: $MEGATRAIN_CACHE/machine.json, or ~/.cache/megatrain."""
     cache = os.environ.get("MEGATRAIN_CACHE")
     folder = user_path(cache, "MEGATRAIN_CACHE") if cache else user_path("~/.cache/megatrain", "the profile")
     return folder / "machine.json"
+
+
+def attention_profile_path() -> Path:
+    """Beside it: rates of attention kernels by shape, which runs measure."""
+    return machine_profile_path().with_name("attention.json")

@@ -22,17 +22,23 @@ def likely_length(dataset: Any) -> int | None:
         dataset: of Hugging Face datasets, or a list of dicts, with `input_ids`. Datasets whose rows are made by code of
             the user's own (a transform, `__getitem__`, a stream) are not asked: they may draw random numbers.
     """
-    if _is_of_datasets(dataset):
-        if "input_ids" not in dataset.column_names or dataset.format["type"] == "custom" or not len(dataset):
-            return None
-        rows = dataset.with_format(None).select(_spread(len(dataset)))["input_ids"]
-        lengths = [len(row) for row in rows]
-    elif isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], dict) and "input_ids" in dataset[0]:
-        lengths = [len(dataset[index]["input_ids"]) for index in _spread(len(dataset))]
-    else:
+    lengths = _lengths(dataset)
+    if not lengths:
         return None
     longest = max(lengths)
     return longest if min(lengths) == longest else int(ROOM * longest)
+
+
+def _lengths(dataset: Any) -> list[int]:
+    """Of rows all over the dataset; empty where they cannot be looked at."""
+    if _is_of_datasets(dataset):
+        if "input_ids" not in dataset.column_names or dataset.format["type"] == "custom" or not len(dataset):
+            return []
+        rows = dataset.with_format(None).select(_spread(len(dataset)))["input_ids"]
+        return [len(row) for row in rows]
+    if isinstance(dataset, list | tuple) and dataset and isinstance(dataset[0], dict) and "input_ids" in dataset[0]:
+        return [len(dataset[index]["input_ids"]) for index in _spread(len(dataset))]
+    return []
 
 
 def likely_workload(dataset: Any, args: TrainingArguments) -> Workload | None:
@@ -42,7 +48,9 @@ def likely_workload(dataset: Any, args: TrainingArguments) -> Workload | None:
         return None
     rows = min(args.per_device_train_batch_size, len(dataset))
     num_sequences = min(rows * args.gradient_accumulation_steps, len(dataset))
-    return Workload(num_sequences=num_sequences, length=length, rows=rows)
+    is_packed = "position_ids" in (dataset.column_names if _is_of_datasets(dataset) else dataset[0])
+    is_padded = rows > 1 and len(set(_lengths(dataset))) > 1
+    return Workload(num_sequences=num_sequences, length=length, rows=rows, masked=is_packed or is_padded)
 
 
 def _is_of_datasets(dataset: Any) -> bool:

@@ -1,7 +1,7 @@
 """What a layer's forward depends on besides its arguments and weights, so that a recomputation sees the same.
 
-RNG, autocast, the training flags of its modules, its buffers, and attributes that its forward sets. Captured before the
-forward, restored around the recomputation, and the present state is put back afterwards.
+RNG, autocast, kernels of attention, the training flags of its modules, its buffers, and attributes that its forward
+sets. Captured before the forward, restored around the recomputation, and the present state is put back afterwards.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatrain.execute.attention import AttentionState
 from megatrain.execute.attributes import BUFFERS, MISSING, Attributes, Place, get_attributes, set_attributes
 
 Hooks = tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
@@ -98,6 +99,7 @@ class CallContext:
         self._modules = modules
         self._rng = RngState.get(device)
         self._autocast = AutocastState.get(device)
+        self._attention = AttentionState.get()
         self._training = [module.training for module in modules]
         self._given = _buffers_of(modules)
         self._copies = {
@@ -124,12 +126,14 @@ class CallContext:
     def restored(self) -> Iterator[None]:
         """The state of the forward, for the length of the block."""
         rng, autocast = RngState.get(self._device), AutocastState.get(self._device)
+        attention = AttentionState.get()
         training = [module.training for module in self._modules]
         buffers = get_attributes(self._buffers, BUFFERS)
         attributes = get_attributes(self._attributes)
         try:
             self._rng.set(self._device)
             self._autocast.set()
+            self._attention.set()
             _set_training(self._modules, training, self._training)
             # Copies: the recomputation changes them as the forward did.
             set_attributes({place: _copy(buffer) for place, buffer in self._buffers.items()}, BUFFERS)
@@ -139,6 +143,7 @@ class CallContext:
             rng.set(self._device)
             autocast.set()
             torch.clear_autocast_cache()
+            attention.set()
             _set_training(self._modules, self._training, training)
             set_attributes(buffers, BUFFERS)
             set_attributes(attributes)

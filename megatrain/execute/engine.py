@@ -14,7 +14,7 @@ import math
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.base.errors import RefusedError, UserError
 from megatrain.execute.apart import apart
+from megatrain.execute.attention import AttentionKernels
 from megatrain.execute.attributes import set_attributes, setting_attributes
 from megatrain.execute.call import Arguments, Call, LayerFunction
 from megatrain.execute.capture import recorded_so_far, recording_keys
@@ -137,6 +138,7 @@ class Engine:
         )
         self.insides = InsidesStore(kinds_of(layers, self.options.kept_layers), self.options.kept_bytes)
         self.fetcher = Fetcher(self, resident)
+        self.attention = AttentionKernels()
         self.is_collecting = False
         self.measure_updates = False
         self.set_aside = SetAside()
@@ -222,9 +224,11 @@ class Engine:
         """The layer's parameters on the device for the length of the block. Visits nest: all have the same views."""
         return self._visits.open(layer, what, micro_batch)
 
-    def in_model(self, layer: StreamedLayer, what: str = "model code") -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def in_model(self, layer: StreamedLayer, what: str = "model code") -> Iterator[None]:
         """Around code of the model's authors, or of PyTorch, that a layer's call runs."""
-        return on_host(self.transport.recorder, what, layer.name)
+        with on_host(self.transport.recorder, what, layer.name), self.attention.preferred():
+            yield
 
     @told_to_recorder("backward call", lambda call: call.layer)
     @_alone

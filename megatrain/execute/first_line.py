@@ -52,11 +52,12 @@ def describe_run(engine: Engine) -> str:
     living = f" ({format_number(num_on_device, 'home')} on it)" if num_on_device else ""
     on_disk = _describe_disk(engine)
     compiled = ", blocks compiled at their first call" if engine.config.compile else ""
+    attention = f", {engine.attention.describe()}" if engine.attention.order else ""
     checked = ", transfers checked" if engine.transport.hops.verifies else ""
     return (
         f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
         f"{len(engine.layers) - num_blocks} other layers streamed through {engine.device}{living}; "
-        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{checked}"
+        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}"
     )
 
 

@@ -33,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from megatrain.base.errors import UserError
 from megatrain.execute.above import Roots, TensorHooks, hooks_of, loss_backward
+from megatrain.execute.attention import AttentionState
 from megatrain.execute.attributes import OwnAttributes
 from megatrain.execute.context import AutocastState, Hooks, RngState, get_saved_tensor_hooks, set_saved_tensor_hooks
 
@@ -47,6 +48,7 @@ class _State(NamedTuple):
     is_grad_enabled: bool
     hooks: Hooks
     autocast: AutocastState
+    attention: AttentionState
     rng: RngState | None
 
 
@@ -59,8 +61,8 @@ class _Kept(NamedTuple):
 
 
 class Run(greenlet.greenlet):
-    """One micro-batch's forward. Grad mode, hooks on saved tensors, autocast, RNG, context variables and attributes are
-    its own."""
+    """One micro-batch's forward. Grad mode, hooks on saved tensors, autocast, kernels of attention, RNG, context
+    variables and attributes are its own."""
 
     def __init__(self, engine: Engine, thunk: Callable[[], torch.Tensor], seed: int | None, number: int = 0) -> None:
         super().__init__(self._main)
@@ -144,12 +146,14 @@ class Run(greenlet.greenlet):
 
     def _get_state(self) -> _State:
         rng = RngState.get(self._device) if self._owns_rng else None
-        return _State(torch.is_grad_enabled(), get_saved_tensor_hooks(), AutocastState.get(self._device), rng)
+        autocast, attention = AutocastState.get(self._device), AttentionState.get()
+        return _State(torch.is_grad_enabled(), get_saved_tensor_hooks(), autocast, attention, rng)
 
     def _set_state(self, state: _State) -> None:
         torch.set_grad_enabled(state.is_grad_enabled)
         set_saved_tensor_hooks(state.hooks)
         state.autocast.set()
+        state.attention.set()
         if state.rng is not None:
             state.rng.set(self._device)
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megatrain.base.errors import UserError
+from megatrain.execute.attention import AttentionKernels
 from megatrain.execute.layer import StreamedLayer
+
+if TYPE_CHECKING:
+    from megatrain.execute.engine import Engine
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SKIPPED = {"training", "_streamed_layer", "_streamed_call"}
@@ -74,6 +78,13 @@ def compile_templates(layers: list[StreamedLayer]) -> None:
         differentiable = _compiled(forward, f"template{number}_recompute")
         for layer in members:
             layer.compiled = (plain, differentiable)
+
+
+def prefer_attention(engine: Engine, kernels: AttentionKernels) -> None:
+    """Before a step, on which another one may follow other kernels than the one before."""
+    if engine.attention.order != kernels.order and engine.config.compile:
+        compile_templates(engine.layers)  # compiled code keeps the kernel that it was compiled with
+    engine.attention = kernels
 
 
 def _compiled(forward: Callable[..., Any], name: str) -> Callable[..., Any]:

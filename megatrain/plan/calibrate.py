@@ -29,8 +29,9 @@ class Measured:
 def calibrated(plan: Plan, measured: Measured) -> Machine:
     """The plan's machine with the rates of compute and of the CPU update as they were measured.
 
-    A predicted compute lane takes then as long as the measured one: matrix rates and device memory, whose shares one
-    run cannot tell apart, are corrected by one factor. A factor that is close to 1 is left out, one beyond MOST too.
+    A predicted compute lane takes then as long as the measured one: rates of matrices, attention and device memory,
+    whose shares one run cannot tell apart, are corrected by one factor. A factor that is close to 1 is left out, one
+    beyond MOST too.
     """
     machine, busy = plan.machine, plan.simulation.busy_seconds()
     compute = _factor(measured.step - measured.stalls, busy.get(COMPUTE, 0.0))
@@ -41,6 +42,9 @@ def calibrated(plan: Plan, measured: Measured) -> Machine:
         matmul_flops_per_second=machine.matmul_flops_per_second / compute,
         fp32_flops_per_second=machine.fp32_flops_per_second / compute,
         hbm_bytes_per_second=machine.hbm_bytes_per_second / compute,
+        attention_flops_per_second={
+            length: rate / compute for length, rate in machine.attention_flops_per_second.items()
+        },
         update_ns_per_parameter={
             **machine.update_ns_per_parameter,
             moments: update * machine.update_ns_per_parameter[moments],

@@ -1,14 +1,15 @@
 """Seconds and device bytes of a layer's work. Pure.
 
-A layer's time is a sum: matrix products at the machine's rate, attention at a share of it, numbers that pass through
-device memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a multiple of the
-activations that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024 tokens on an
-H200 (forward 581, forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a token eager,
-159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md).
+A layer's time is a sum: matrix products at the machine's rate, attention at its own or at a share of that, numbers that
+pass through device memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a
+multiple of the activations that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024
+tokens on an H200 (forward 581, forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a
+token eager, 159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatrain.plan.machine import Machine
@@ -18,7 +19,7 @@ from megatrain.spec.layout import wire_bytes
 from megatrain.spec.model import LayerSpec, ModelSpec
 
 ATTENTION_SHARE = 0.5
-"""Of the rate of matrix products, for causal attention (estimated)."""
+"""Of the rate of matrix products, for causal attention, where the machine has no rate for it (estimated)."""
 ATTENTION_BACKWARD = 2.5
 """Its backward in forwards: fused kernels compute the scores again."""
 
@@ -99,7 +100,7 @@ def visit_cost(
     attention = 0.0
     if layer.attention is not None:
         pairs = workload.num_sequences * layer.attention.num_pairs(workload.length)
-        attention = 2 * layer.attention.width * pairs / (ATTENTION_SHARE * rate)
+        attention = 2 * layer.attention.width * pairs / attention_rate(machine, spec, workload.length, rate)
     passing = activation_bytes(spec, layer, compiled=False) * tokens / machine.hbm_bytes_per_second
     forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
     backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
@@ -111,6 +112,14 @@ def visit_cost(
         kept_forward=forward + written + num_micro * FORWARD_LAUNCH_SECONDS,
         kept_backward=backward + sums + num_micro * (BACKWARD_LAUNCH_SECONDS - FORWARD_LAUNCH_SECONDS),
     )
+
+
+def attention_rate(machine: Machine, spec: ModelSpec, length: int, rate: float) -> float:
+    """FLOPs a second of attention over sequences of that length: as it was measured at the nearest one. rate: of
+    matrix products."""
+    known = machine.attention_flops_per_second if spec.formats.precision == "bf16" else {}
+    nearest = min(known, key=lambda tokens: abs(math.log(int(tokens) / length)), default=None)
+    return ATTENTION_SHARE * rate if nearest is None else known[nearest]
 
 
 def tokens_at_once(vocabulary: int) -> int:

@@ -50,6 +50,10 @@ class Machine:
     update_ns_per_parameter: Mapping[str, float]
     """CPU update with all cores, split masters and bf16 gradients, by format of the moments."""
 
+    attention_flops_per_second: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Causal attention in bf16, forward and backward together, of the fastest kernel, by tokens of a sequence. Empty:
+    not measured."""
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
@@ -58,7 +62,7 @@ class Machine:
         """what: the text's name for an error. Raises UserError for what is no machine."""
         try:
             values: Any = json.loads(text)
-            _check_names(values, [field.name for field in dataclasses.fields(cls)])
+            _check_names(values, dataclasses.fields(cls))
             machine = cls(**values)
             machine._check()
         except (ValueError, RecursionError) as error:
@@ -71,6 +75,10 @@ class Machine:
             value = getattr(self, field.name)
             if field.name in ("name", "source"):
                 is_possible = isinstance(value, str)
+            elif field.name == "attention_flops_per_second":
+                is_possible = isinstance(value, dict) and all(
+                    length.isdigit() and int(length) and _is_rate(rate) and rate > 0 for length, rate in value.items()
+                )
             elif field.name == "update_ns_per_parameter":
                 is_possible = isinstance(value, dict) and all(_is_rate(of) and of > 0 for of in value.values())
             else:
@@ -81,12 +89,13 @@ class Machine:
                 raise ValueError(f"{field.name} is {value!r}")
 
 
-def _check_names(values: Any, names: list[str]) -> None:
-    """Raise ValueError for what is no object with these names."""
+def _check_names(values: Any, fields: tuple[dataclasses.Field, ...]) -> None:
+    """Raise ValueError for what is no object with these names. Those of newer versions may be left out."""
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
-    lacking = [name for name in names if name not in values]
-    unknown = [name for name in values if name not in names]
+    has_default = {field.name: field.default_factory is not dataclasses.MISSING for field in fields}
+    lacking = [name for name in has_default if name not in values and not has_default[name]]
+    unknown = [name for name in values if name not in has_default]
     if lacking or unknown:
         told = [f"it lacks {', '.join(lacking)}"] if lacking else []
         told += [f"it has the unknown {', '.join(unknown)}"] if unknown else []

@@ -22,6 +22,9 @@ class Workload:
     rows: int | None = None
     """Sequences of a micro-batch. None: the plan chooses."""
 
+    masked: bool = False
+    """Rows are packed or padded, so that attention is given a mask: its kernel is chosen for one."""
+
     reads_logits: bool = False
     """The loss is one of your own that looks at whole logits: memory is planned for these, and not for pieces."""
 
@@ -30,6 +33,8 @@ class Workload:
             is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
             if not is_count and not (value is None and name == "rows"):
                 raise UserError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}")
+        if not isinstance(self.masked, bool):
+            raise UserError(f"masked={self.masked!r} must be True or False")
         if self.rows is not None and self.rows > self.num_sequences:
             raise UserError(f"rows={self.rows} of a micro-batch are more than the {self.num_sequences} of the step")
 

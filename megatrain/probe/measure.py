@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from megatrain.base.errors import UserError
+from megatrain.base.paths import write_whole
 from megatrain.optim import compiler
 from megatrain.optim.update import CpuUpdater
 from megatrain.plan.machine import Machine
 from megatrain.probe.arithmetic import measure_arithmetic, measure_device_memory, measure_host_memory
+from megatrain.probe.attention import best_by_length, measure_common_attention
 from megatrain.probe.disk import measure_folders, read_folder
 from megatrain.probe.facts import Facts, FolderFacts, GpuFacts, Rate, SoftwareFacts, first_line
 from megatrain.probe.gds import measure_gds
@@ -59,6 +60,8 @@ def measure_machine(folders: Sequence[Path], effort: Effort, say: Say = lambda _
         rates += measure_arithmetic(device, effort)
         rates += measure_device_memory(device, effort)
         _give_back(gpu)
+        say("attention")
+        rates += measure_common_attention(device, effort)
         say("the update")
         rates += measure_update(effort)
         say("disks") if folders else None
@@ -109,19 +112,15 @@ def machine_of(facts: Facts, *, date: str) -> Machine:
         disk_read_bytes_per_second=rate(f"disk_read:{label}"),
         disk_write_bytes_per_second=rate(f"disk_write:{label}"),
         update_ns_per_parameter=update,
+        attention_flops_per_second=best_by_length(facts.rates),
     )
 
 
 def save_machine(machine: Machine, file: Path) -> None:
     """Write the profile, whole or not at all. Raises UserError where it cannot be written."""
-    part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(machine.to_json() + "\n", encoding="utf-8")
-        os.replace(part, file)
+        write_whole(file, machine.to_json() + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise UserError(
             f"the profile cannot be written to {file} ({error.strerror or error}): name another file with --output"
         ) from error

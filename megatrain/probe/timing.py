@@ -25,6 +25,9 @@ class Effort:
     """Rows of square matrices on a GPU, at most."""
     cpu_matmul_size: int
     """On the CPU, at most."""
+    attention_tokens: tuple[tuple[int, int], ...]
+    """(rows, length) of attention on a GPU."""
+    cpu_attention_tokens: tuple[tuple[int, int], ...]
     disk_seconds: float
     """For all folders together."""
     disk_bytes: int
@@ -42,6 +45,8 @@ FULL = Effort(
     num_parameters=64_000_000,
     matmul_size=8192,
     cpu_matmul_size=2048,
+    attention_tokens=((16, 1024), (1, 8192)),
+    cpu_attention_tokens=((1, 512),),
     disk_seconds=9.0,
     disk_bytes=4 * GIB,
     disk_blocks=((MIB, 8), (4 * MIB, 8), (8 * MIB, 8)),
@@ -54,6 +59,8 @@ QUICK = Effort(
     num_parameters=8_000_000,
     matmul_size=4096,
     cpu_matmul_size=512,
+    attention_tokens=((16, 1024), (1, 8192)),
+    cpu_attention_tokens=((1, 128),),
     disk_seconds=1.5,
     disk_bytes=512 * MIB,
     disk_blocks=((4 * MIB, 8),),

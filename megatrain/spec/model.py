@@ -20,11 +20,24 @@ from megatrain.spec.homes import Formats, HomePlan, plan_homes
 class Attention:
     """The attention of one layer."""
 
-    width: int
-    """Heads x (head dim of keys + head dim of values)."""
+    num_heads: int
+    """Of queries."""
+
+    num_kv_heads: int
+    """Of keys and values, each for several heads of queries where there are fewer."""
+
+    key_dim: int
+    """Of a head, for queries and keys."""
+
+    value_dim: int
 
     window: int | None
     """Tokens that a token sees at most; None: all before it."""
+
+    @property
+    def width(self) -> int:
+        """Heads x (head dim of keys + head dim of values)."""
+        return self.num_heads * (self.key_dim + self.value_dim)
 
     def num_pairs(self, length: int) -> int:
         """(query, key) pairs of one causal sequence."""
@@ -185,8 +198,15 @@ def attention_layers(config: object) -> list[Attention | None]:
     key_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     window = getattr(config, "sliding_window", None)
+    one = Attention(
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        window=None,
+    )
     return [
-        Attention(width=num_heads * (key_dim + value_dim), window=window if "sliding" in kind else None)
+        dataclasses.replace(one, window=window if "sliding" in kind else None)
         if "attention" in kind and "linear" not in kind
         else None
         for kind in kinds
