@@ -151,6 +151,7 @@ def bench(
     replan: Annotated[
         bool, typer.Option("--replan", help="Let the run change homes and slots in a longer warm-up.")
     ] = False,
+    attention: Annotated[str | None, typer.Option(help="Its kernel, or torch; left out: the fastest.")] = None,
     verify_transfers: Annotated[
         bool, typer.Option("--verify-transfers", help="Check sums of all that is copied.")
     ] = False,

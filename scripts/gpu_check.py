@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py correctness
     python scripts/gpu_check.py flat
+    python scripts/gpu_check.py attention
     python scripts/gpu_check.py figures --only 3B
 
 Prints one line a check and exits with 1 if one failed. Figures are JSON objects of `megatrain bench`.
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from flipping import check_flips
+from gpu_attention import run_attention
 from gpu_models import gemma, llama, mixtral
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -386,12 +388,12 @@ def run_figures(names: list[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("correctness", "flat", "figures"))
+    parser.add_argument("what", choices=("correctness", "flat", "attention", "figures"))
     parser.add_argument("--only", nargs="*", choices=FIGURES, default=["3B", "7B", "7B-24GB"])
     args = parser.parse_args()
-    checks = {"correctness": run_correctness, "flat": run_flat, "figures": lambda: run_figures(args.only)}
-    passed = checks[args.what]()
-    sys.exit(0 if passed else 1)
+    checks = {"correctness": run_correctness, "flat": run_flat, "attention": run_attention}
+    checks["figures"] = lambda: run_figures(args.only)
+    sys.exit(0 if checks[args.what]() else 1)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
         "is_planned": engine.plan is not None,
         "homes": dict(Counter(str(home.place) for home in engine.homes)),
         "home_bytes_per_parameter": _home_bytes(engine, optimizer),
+        "attention": str(engine.attention),
     }
 
 
@@ -104,6 +105,7 @@ def _initialise(work: Work) -> None:
         clip=work.clip,
         hbm_home_gb=work.hbm_home_gb,
         replan=work.replan,
+        attention=work.attention,
         verify_transfers=work.verify_transfers,
     )
 

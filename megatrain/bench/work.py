@@ -59,6 +59,7 @@ class Work:
     """Of so many blocks, the last ones."""
     compile: bool = False
     replan: bool = False
+    attention: str | None = None
     verify_transfers: bool = False
     num_threads: int | None = None
     is_planned: bool = True

@@ -61,6 +61,7 @@ class BenchOptions:
     moments_on_disk: int = 0
     compile: bool = False
     replan: bool = False
+    attention: str | None = None
     verify_transfers: bool = False
     threads: int | None = None
     unplanned: bool = False
@@ -126,6 +127,7 @@ def _check(options: BenchOptions) -> list[str]:
         optimizer_compression=options.compression,
         master=options.master,
         precision="bf16",
+        attention=options.attention,
     )
     return list(dict.fromkeys(peers))
 
@@ -152,6 +154,7 @@ def _work(options: BenchOptions, folder: str) -> Work:
         moments_on_disk=options.moments_on_disk,
         compile=options.compile,
         replan=options.replan,
+        attention=options.attention,
         verify_transfers=options.verify_transfers,
         num_threads=options.threads,
         is_planned=not options.unplanned,
