@@ -170,7 +170,7 @@ class DeferredParameter(nn.Parameter):
 
 
 def read_before_compiling() -> None:
-    """From now on `torch.compile(model)` reads what is deferred of it: weights must not change while they are traced."""
+    """From now on `torch.compile(model)` reads what is deferred: weights must not change while they are traced."""
     _register_hook()
 
 
@@ -187,7 +187,7 @@ def _read_for_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> 
 def _check_not_traced(parameter: DeferredParameter) -> None:
     if torch._guards.TracingContext.try_get() is not None:
         raise UserError(
-            f"{parameter._name} is still in its file, and is traced: compile the model itself with torch.compile(model), "
+            f"{parameter._name} is still in its file, and is traced: compile the model itself, torch.compile(model), "
             "which reads its weights first, or say mt.init(defer_loading=False) before from_pretrained"
         )
 
