@@ -10,10 +10,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import UserError
+from megatrain.plan.threads import divide_cores
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+    from megatrain.execute.engine import Engine
     from megatrain.optim.base import HomeOptimizer
 
     Choice = tuple[type[HomeOptimizer], dict[str, Any]]
@@ -163,6 +165,14 @@ def choice_of(args: TrainingArguments) -> Choice:
     if name == "lion_32bit":
         return optim.Lion, {"lr": args.learning_rate, "betas": betas}
     return optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+
+
+def update_threads(engine: Engine, args: TrainingArguments) -> int:
+    """Of the CPU update, beside the processes that load data."""
+    from megatrain.base.cgroup import usable_cores
+
+    has_disk = engine.transport.window is not None
+    return divide_cores(usable_cores(), has_disk=has_disk, num_loading=args.dataloader_num_workers).update
 
 
 def read_optim_args(text: str | None) -> Mapping[str, float | bool]:

@@ -5,7 +5,6 @@ Rule: it waits for nothing that the log of transformers does not wait for anyway
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 import megatrain
+from megatrain.base.cgroup import usable_cores
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.report import measured_bytes, predicted
 from megatrain.run_log import RunLog
@@ -149,7 +149,7 @@ def _of_run(engine: Engine, args: Any, state: Any, model: Any) -> dict[str, Any]
         "model": type(model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "device": device,
-        "num_cores": os.cpu_count(),
+        "num_cores": usable_cores(),
         "precision": engine.precision,
         "moments": engine.config.moments,
         "max_steps": state.max_steps,

@@ -39,7 +39,7 @@ from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
 from megatrain.logged_trainer import LoggedTrainer
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
-from megatrain.optimizer_choice import choice_of
+from megatrain.optimizer_choice import choice_of, update_threads
 from megatrain.run_folder import check_output_dir, find_best_checkpoint, holding_run_folder
 from megatrain.save.checkpoints import later_than
 from megatrain.stopping import StopWhenTold, drop_dead_pipes, say
@@ -306,7 +306,7 @@ class Trainer(LoggedTrainer):
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
         optimizer_class, options = self.optimizer_cls_and_kwargs or choice_of(self.args)
-        options = {"seed": self.args.seed, **options}
+        options = {"seed": self.args.seed, "num_threads": update_threads(self.engine, self.args), **options}
         if self.engine.config.clip == "layer" and self.args.max_grad_norm > 0:
             options = {"max_norm": self.args.max_grad_norm, **options}
         # An empty group stays, as in transformers: schedules and saved optimizers count groups.

@@ -201,6 +201,7 @@ SOFTWARE = SoftwareFacts(
     cpu_capability="AVX512",
     update_kernel="avx512",
     compilers=("gcc",),
+    num_torch_threads=2,
     has_gds=True,
 )
 GPU = GpuFacts(
@@ -276,6 +277,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("swap", {"host": {"swap_used_bytes": 20 * GIB}}, ["20.0 GiB are in swap"]),
     ("cores", {"host": {"usable_cores": HALF}}, ["8 of 16 cores", "taskset"]),
     ("cores", {"host": {"cpu_quota_cores": 3.5}}, ["3 of 16 cores", "quota", "docker run --cpus"]),
+    ("torch-threads", {"software": {"num_torch_threads": 32}}, ["32 threads", "16 cores", "OMP_NUM_THREADS=16"]),
     ("busy", {"host": {"load_average": 7.0}}, ["7.0 of 16 cores"]),
     ("numa", {"host": {"numa_nodes": NODES, "usable_nodes": {0, 1}}}, ["2 NUMA nodes", "numactl --interleave=all"]),
     ("numa-memory", {"host": {"numa_nodes": NODES, "usable_nodes": {1}}}, ["1 of 2 NUMA nodes", "128.0 GiB"]),

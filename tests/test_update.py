@@ -29,7 +29,7 @@ from update_cases import (
 )
 
 from megatrain.base.errors import UserError
-from megatrain.optim import definition, rules, torch_update, update
+from megatrain.optim import definition, rules, torch_update
 from megatrain.optim.kernel import Kernel, load_kernel
 from megatrain.optim.rules import Rule
 from megatrain.optim.segment import Ema, Segment
@@ -164,13 +164,6 @@ def test_a_run_is_one_call_of_the_kernel() -> None:
     for segment, truth in zip(segments, expected, strict=True):
         assert_same_bits(segment, truth)
     assert [(num_ranges, num_threads) for _, num_ranges, num_threads, _ in calls] == [(4, 3), (0, 2)]
-
-
-def test_two_cores_of_many_are_left_to_the_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_cores, num_threads in {1: 1, 2: 2, 7: 7, 8: 6, 16: 14, 96: 94}.items():
-        monkeypatch.setattr(update, "_num_usable_cores", lambda n=num_cores: n)
-        assert CpuUpdater().num_threads == num_threads
-    assert CpuUpdater(96).num_threads == 96
 
 
 def test_measure_ratio() -> None:

@@ -6,6 +6,7 @@ and the tightest limit counts. Inside a container the upper ones cannot be seen;
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -73,6 +74,17 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         if quota.isdigit() and period.isdigit() and int(period):
             found.append(int(quota) / int(period))
     return min(found, default=None)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on, of which a container may have a share."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return whole_cores(num_cores, cpu_quota(root))
+
+
+def whole_cores(num_cores: int, quota: float | None) -> int:
+    """Of a quota the whole ones: a group that has used its time up stands still, with all of its threads."""
+    return num_cores if quota is None else max(1, min(num_cores, int(quota)))
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:

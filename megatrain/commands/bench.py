@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.cgroup import usable_cores
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
 from megatrain.base.paths import fixed_path
@@ -181,7 +181,7 @@ def _head(outlined: OutlinedModel, work: Work) -> dict[str, Any]:
             "max_length": spec.max_length,
         },
         "machine": {
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
             "versions": {
                 "megatrain": __version__,
                 "torch": torch.__version__,

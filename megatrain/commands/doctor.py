@@ -17,6 +17,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent, looking_at, machine_profile_path, user_path
 from megatrain.base.units import GB, format_bytes, format_number
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
+from megatrain.plan.threads import divide_cores
 from megatrain.probe.facts import BYTES_PER_SECOND, FLOPS_PER_SECOND, Facts, GpuFacts, HostFacts, Rate
 from megatrain.probe.judge import Finding, findings
 from megatrain.probe.timing import FULL, QUICK
@@ -109,6 +110,7 @@ def _print_facts(console: Console, facts: Facts) -> None:
     host, software = facts.host, facts.software
     print_fact(console, "system", ", ".join(filter(None, [f"Linux {host.kernel_release}", host.virtualisation])))
     print_fact(console, "processor", _processor(host))
+    print_fact(console, "threads", divide_cores(host.num_cores).describe())
     print_fact(console, "memory", _memory(host))
     print_fact(console, "gpu", "none" if facts.gpu is None else _gpu(facts.gpu))
     cuda = f"CUDA {software.cuda_version}" if software.cuda_version else "without CUDA"

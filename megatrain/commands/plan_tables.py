@@ -44,6 +44,8 @@ def _print_head(console: Console, found: Plan, notes: list[str]) -> None:
     from rich.markup import escape
 
     from megatrain.plan.explain import describe
+    from megatrain.plan.placement import DISK_TIER
+    from megatrain.plan.threads import divide_cores
 
     spec, machine, config, formats = found.spec, found.machine, found.config, found.spec.formats
     layers = format_number(spec.num_blocks, "block")
@@ -64,6 +66,8 @@ def _print_head(console: Console, found: Plan, notes: list[str]) -> None:
     clip = "clipped by the exact global norm" if config.clip == "global" else "clipped by layer, no gradients kept"
     print_fact(console, "step", f"{step}; {how}, {clip}" + (", compiled" if config.compile else ""))
     print_fact(console, "plan", describe(found))
+    has_disk = any(DISK_TIER in place.tiers.values() for place in found.choice.places)
+    print_fact(console, "threads", divide_cores(machine.num_cores, has_disk=has_disk).describe())
     length = found.workload.length
     if spec.max_length is not None and length > spec.max_length:
         print_warning(console, f"the model's config allows {spec.max_length:,} positions, fewer than {length:,}")

@@ -9,16 +9,16 @@ What it gives up: a run cannot be stopped half way. One that raised can be finis
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.base.cgroup import cpu_quota
+from megatrain.base.cgroup import usable_cores
 from megatrain.base.errors import UserError
 from megatrain.optim.kernel import Kernel, load_kernel
 from megatrain.optim.marks import Marks
 from megatrain.optim.segment import Segment
 from megatrain.optim.torch_update import TorchPool
+from megatrain.plan.threads import divide_cores
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class CpuUpdater:
     """
 
     def __init__(self, num_threads: int | None = None, kernel: str = "auto") -> None:
-        """num_threads: of one run; None for all cores that this process may use, less two where there are 8 or more
-        (for the threads that launch GPU kernels and copies). kernel: "auto" (the C kernel, or PyTorch where there is
-        none), "torch", or a variant of the C kernel ("baseline", "avx2", "avx512").
+        """num_threads: of one run; None: what `plan/threads.py` gives it without disk and data loading. (Not
+        OMP_NUM_THREADS: launchers set it to 1.) kernel: "auto" (the C kernel, or PyTorch where there is none), "torch",
+        or a variant of the C kernel ("baseline", "avx2", "avx512").
 
         Raises UserError when num_threads < 1 or the named variant cannot run here.
         """
@@ -57,7 +57,7 @@ class CpuUpdater:
             raise UserError(
                 f"num_threads must be a whole number of 1 or more, got {num_threads!r}; leave it out for a good number"
             )
-        self.num_threads = num_threads or _default_num_threads(_num_usable_cores())
+        self.num_threads = num_threads or divide_cores(usable_cores()).update
         self._kernel = _find_kernel(kernel)
         self._pool: TorchPool | None = None
         self._closed = False
@@ -123,16 +123,3 @@ def _find_kernel(name: str) -> Kernel | None:
     if kernel is None and name != "auto":
         raise UserError(f'CPU kernel {name!r} was asked for but cannot be compiled here; install gcc, or use "auto"')
     return kernel
-
-
-def _num_usable_cores() -> int:
-    """Cores that this process may run on, of which a container may have a share. (Not OMP_NUM_THREADS: launchers set it
-    to 1.)"""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return num_cores if quota is None else max(1, min(num_cores, math.ceil(quota)))
-
-
-def _default_num_threads(num_cores: int) -> int:
-    """All cores, less two for the threads that feed the GPU where that costs the update little."""
-    return num_cores - 2 if num_cores >= 8 else num_cores

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.base.cgroup import usable_cores
 from megatrain.optim.device_update import DeviceUpdater
 from megatrain.optim.disk_update import DiskUpdater
 from megatrain.optim.lossless_update import LosslessSegment, update_lossless
@@ -15,6 +16,7 @@ from megatrain.optim.marks import Marks
 from megatrain.optim.segment import Segment
 from megatrain.optim.update import CpuUpdater, Measure
 from megatrain.plan.placement import DISK_TIER, HBM
+from megatrain.plan.threads import divide_cores
 from megatrain.transport.disk import DiskWindow
 
 if TYPE_CHECKING:
@@ -33,11 +35,13 @@ class Updaters:
     """
     Args:
         device: where homes whose place says so are updated.
-        num_threads, kernel: of the CPU update (see `CpuUpdater`).
+        num_threads, kernel: of the CPU update (see `CpuUpdater`). num_threads None: as `plan/threads.py` says.
         window: to the disk; None: what lies there is updated where it is mapped.
     """
 
     def __init__(self, device: torch.device, num_threads: int | None, kernel: str, window: DiskWindow | None) -> None:
+        if num_threads is None:
+            num_threads = divide_cores(usable_cores(), has_disk=window is not None).update
         self._cpu = CpuUpdater(num_threads, kernel)
         self._device = DeviceUpdater(device)
         self._disk = None if window is None else DiskUpdater(self._cpu, window)

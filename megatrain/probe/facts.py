@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatrain.base.cgroup import CgroupMemory
+from megatrain.base.cgroup import CgroupMemory, whole_cores
 
 BYTES_PER_SECOND = "bytes/s"
 FLOPS_PER_SECOND = "flop/s"
@@ -91,8 +91,7 @@ class HostFacts:
     @property
     def num_cores(self) -> int:
         """Cores' worth of processor time that this process can use."""
-        num_cores = len(self.usable_cores)
-        return num_cores if self.cpu_quota_cores is None else max(1, min(num_cores, int(self.cpu_quota_cores)))
+        return whole_cores(len(self.usable_cores), self.cpu_quota_cores)
 
     @property
     def usable_ram_bytes(self) -> int:
@@ -114,6 +113,8 @@ class SoftwareFacts:
     update_kernel: str
     """A variant of the C kernel, or "torch"."""
     compilers: tuple[str, ...]
+    num_torch_threads: int
+    """With which PyTorch computes on the host."""
     has_gds: bool
     """PyTorch has GPUDirect storage (`torch.cuda.gds`). Whether it works is another matter."""
 

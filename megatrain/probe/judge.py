@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatrain.base.units import GB, format_bytes
+from megatrain.base.units import GB, format_bytes, format_number
 from megatrain.probe.facts import Facts, FolderFacts
 
 LANE_BYTES_PER_SECOND = {1: 0.25 * GB, 2: 0.5 * GB, 3: 0.985 * GB, 4: 1.969 * GB, 5: 3.938 * GB, 6: 7.563 * GB}
@@ -180,6 +180,14 @@ def _cores(facts: Facts) -> Iterable[Finding]:
             text=f"This process may use {host.num_cores} of {host.num_cores_present} cores"
             f"{' (a quota of processor time)' if by_quota else ''}. The update on the CPU runs on all it can use.",
             remedy=remedy,
+        )
+    num_threads = facts.software.num_torch_threads
+    if num_threads > host.num_cores:
+        yield Finding(
+            topic="torch-threads",
+            text=f"PyTorch computes on the host with {num_threads} threads, and this process has "
+            f"{format_number(host.num_cores, 'core')}: they wait for each other, and so do copies and the update.",
+            remedy=f"Start with OMP_NUM_THREADS={host.num_cores}. The update on the CPU has threads of its own.",
         )
     if host.load_average > max(1.0, BUSY_SHARE * host.num_cores_present):
         yield Finding(

@@ -178,6 +178,7 @@ def _software(driver: str | None) -> SoftwareFacts:
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         update_kernel=kernel,
         compilers=tuple(compiler.find_compilers()),
+        num_torch_threads=torch.get_num_threads(),
         has_gds=torch.version.cuda is not None and hasattr(torch._C, "_gds_register_buffer"),
     )
 
