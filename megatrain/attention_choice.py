@@ -47,7 +47,9 @@ def choose_attention(config: Config, plan: Plan | None, implementation: str | No
         if shape is not None:
             _check(name, shape, device)
         return AttentionKernels((name,), "as asked for")
-    return AttentionKernels() if shape is None else fastest(shape, device)
+    if shape is None or shape.dtype == torch.float32:
+        return AttentionKernels()  # in fp32 with the bits of plain PyTorch, whose choice is that of few
+    return fastest(shape, device)
 
 
 def shape_of(plan: Plan) -> AttentionShape | None:
@@ -99,9 +101,10 @@ def _check(name: str, shape: AttentionShape, device: torch.device) -> None:
 
 
 def _key(shape: AttentionShape, device: torch.device) -> str:
-    """Of the machine and what runs on it, too: another version has other kernels."""
+    """Of the machine and what runs on it, too: another version has other kernels, and some are not deterministic."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}: {shape}"
+    mode = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+    return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}{mode}: {shape}"
 
 
 def _read() -> dict[str, dict[str, float]]:

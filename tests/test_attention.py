@@ -190,6 +190,8 @@ def test_the_fastest_is_taken_and_kept_for_the_next_run(monkeypatch: pytest.Monk
         attention_profile_path().write_text(spoilt)
         assert attention_choice.fastest(SHAPE, CPU).order == kernels.order
     assert len(asked) == 4 and len(json.loads(attention_profile_path().read_text())) == 1
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert attention_choice.fastest(SHAPE, CPU).order == kernels.order and len(asked) == 5
     attention_profile_path().unlink()
     told(monkeypatch, {"flash": None})
     assert not attention_choice.fastest(SHAPE, CPU).order
@@ -208,6 +210,8 @@ def test_what_a_planned_run_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (shape,) = asked
     assert (shape.rows, shape.length, shape.dtype, shape.is_masked) == (4, 512, torch.bfloat16, True)
     assert (shape.attention.num_heads, shape.attention.num_kv_heads, shape.attention.key_dim) == (24, 8, 128)
+    exact = dataclasses.replace(plan.spec, formats=Formats(precision="fp32", master="fp32"))
+    assert choose(plan=dataclasses.replace(plan, spec=exact)) == ()
     assert choose("eager") == choose(plan=None) == choose(attention="torch") == ()
     checked: list[str] = []
     monkeypatch.setattr(probe, "check_kernel", lambda device, shape, name: checked.append(name))

@@ -81,8 +81,8 @@ class Config:
 
     attention: str | None = None
     """Kernel that scaled_dot_product_attention takes inside layers where it can: "flash", "cudnn", "efficient" or
-    "math". Left out: on a GPU the fastest one, measured at the shape of the work where that is known, else PyTorch's
-    own choice. "torch": always that. Results differ by rounding."""
+    "math". Left out: on a GPU, in bf16, the fastest one, measured at the shape of the work where that is known; else
+    PyTorch's own choice. "torch": always that. Results differ by rounding."""
 
     logits_in_pieces: bool | None = None
     """Compute head and cross entropy together, the logits of a piece of the tokens at a time. Equal to whole logits to
