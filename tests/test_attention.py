@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,29 @@ def test_each_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch, is_masked: bool) 
 
 def _by_name(rates: Sequence[Rate]) -> dict[str, Rate]:
     return {rate.key.rpartition(".")[2]: rate for rate in rates}
+
+
+def test_a_device_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds of rounds: the first ones are of a device that wakes up."""
+    elapsed = iter([300.0, 100.0, 40.0, 44.0, 48.0, 52.0, 200.0])
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(elapsed))
+    calls: list[int] = []
+    seconds = probe._device_seconds(lambda: calls.append(1), 0.62)
+    assert seconds == pytest.approx(0.048 / probe.NUM_CALLS)
+    assert len(calls) == 1 + 6 * probe.NUM_CALLS, "no round begins that would end after the time that there is"
+
+
+class FakeEvent:
+    def __init__(self, elapsed: Iterator[float]) -> None:
+        self._elapsed = elapsed
+
+    def record(self) -> None:
+        pass
+
+    synchronize = record
+
+    def elapsed_time(self, _: FakeEvent) -> float:
+        return next(self._elapsed)
 
 
 def test_what_counts_as_a_flop() -> None:
