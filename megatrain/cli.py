@@ -64,8 +64,8 @@ def plan(
     machine: Annotated[
         str,
         typer.Option(
-            help="h200-128gb, h200-256gb, h200-1.5tb, gh200, a100, rtx4090, rtx3090, a6000, the file of a profile, or "
-            "this: what doctor measured here.",
+            help="h200-128gb, h200-256gb, h200-512gb, h200-1.5tb, b300-2tb, gh200, a100, rtx4090, rtx3090, a6000, the "
+            "file of a profile, or this: what doctor measured here.",
             metavar="NAME|FILE|this",
         ),
     ] = "this",

@@ -170,8 +170,9 @@ def test_plain_output_is_never_cut_or_padded() -> None:
 
 
 def test_counts_read_well_at_every_size() -> None:
-    sizes = (640, 999_499, 224_800, 999_500, 134_515_008, 999_950_000, 7_615_616_512)
-    assert [format_count(size) for size in sizes] == ["640", "999K", "225K", "1.0M", "134.5M", "1.000B", "7.616B"]
+    sizes = (640, 999_499, 224_800, 999_500, 134_515_008, 999_950_000, 7_615_616_512, 999_999_500_000)
+    shown = ["640", "999K", "225K", "1.0M", "134.5M", "1.000B", "7.616B", "1.000T"]
+    assert [format_count(size) for size in sizes] == shown
     assert [format_number(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
 
 

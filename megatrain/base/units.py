@@ -27,7 +27,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """`7.616B`, `134.5M`, `225K`, `640`: parameters."""
+    """`1.026T`, `7.616B`, `134.5M`, `225K`, `640`: parameters."""
+    if count >= 999_999_500_000:
+        return f"{count / 1e12:.3f}T"
     if count >= 999_950_000:
         return f"{count / 1e9:.3f}B"
     if count >= 999_500:

@@ -25,6 +25,8 @@ STALL_WORDS = {
     "stage states": "states on the link",
     "read states": "states from disk",
     "read weights": "weights from disk",
+    "write states": "states to disk",
+    "unstage states": "states on the link",
     "write gradients": "gradients to disk",
 }
 
@@ -126,8 +128,11 @@ def _print_time(console: Console, found: Plan, context: int) -> None:
         "tokens a second": f"{found.tokens_per_second:,.0f}",
         "TFLOPS": counted if has_experts(found.spec) else f"{published}, {counted}",
         "bottleneck": f"{lane}: {why}",
+        "disk writes": f"{_gb(found.disk_written_bytes)} GB a step: look up how much your disks endure",
         "largest context": longest,
     }
+    if not found.disk_written_bytes:
+        del lines["disk writes"]
     console.print()
     console.print("time, predicted by simulating the lanes", style="bold")
     for name, text in lines.items():

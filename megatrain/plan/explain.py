@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,17 +42,19 @@ def memory_table(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def bottleneck(simulation: Simulation) -> tuple[str, str]:
-    """The lane that decides the step's length, and why: compute if it hardly waits, else what it waits for most."""
+    """The lane that decides the step's length, and why: compute if it hardly waits, else the one for which it waits
+    longest, and for what work of that lane."""
     stalls = simulation.stall_seconds()
     total = sum(stalls.values())
     if total < 0.05 * simulation.step_seconds:
         return COMPUTE, "it hardly waits"
     busy = simulation.busy_seconds()
-    others = {lane: seconds for lane, seconds in busy.items() if lane != COMPUTE}
-    cause = max(stalls, key=lambda name: stalls[name])
-    lane = _CAUSES.get(cause) or max(others, key=lambda name: others[name])
-    if cause == "update":
-        lane = "cpu" if busy.get("cpu", 0.0) >= busy.get("update", 0.0) else "update"
+    update_lane = "cpu" if busy.get("cpu", 0.0) >= busy.get("update", 0.0) else "update"
+    waits: dict[str, float] = defaultdict(float)
+    for cause, seconds in stalls.items():
+        waits[_CAUSES.get(cause, update_lane)] += seconds
+    lane = max(waits, key=lambda name: waits[name])
+    cause = max((name for name in stalls if _CAUSES.get(name, update_lane) == lane), key=lambda name: stalls[name])
     return lane, f"compute waits {total / simulation.step_seconds:.0%} of the step, mostly for: {cause}"
 
 
@@ -152,6 +155,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "time": {
             "step_seconds": plan.step_seconds,
             "tokens_per_second": plan.tokens_per_second,
+            "disk_written_bytes": plan.disk_written_bytes,
             "tflops_published": plan.published_tflops,
             "tflops_counted": plan.counted_tflops,
             "bottleneck": lane,

@@ -8,7 +8,7 @@ from megatrain.base.config import Config
 from megatrain.plan.cost import inside_bytes
 from megatrain.plan.flops import ModelWork, counted_flops, published_flops
 from megatrain.plan.machine import Machine
-from megatrain.plan.placement import HBM
+from megatrain.plan.placement import DISK_TIER, HBM
 from megatrain.plan.schedule import Choice
 from megatrain.plan.simulate import Simulation
 from megatrain.plan.timeline import Timeline
@@ -57,6 +57,11 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         return self.workload.num_tokens / self.step_seconds
+
+    @property
+    def disk_written_bytes(self) -> int:
+        """A step: all that lies on disk once."""
+        return self.timeline.peak(DISK_TIER)
 
     @property
     def published_tflops(self) -> float:

@@ -93,9 +93,10 @@ class Simulation:
             free = span.end
 
     def _cause(self, index: int) -> str:
-        """A transfer that itself waited for an update, or for the disk, is not to blame."""
+        """A transfer that itself waited for an update, or for the disk, is not to blame: with clip="layer" a drain
+        waits for the slab of an earlier one, which that one's update frees."""
         task, span = self.tasks[index], self.spans[index]
-        if task.lane not in (H2D, CPU_LANE, UPDATE):
+        if task.lane in (COMPUTE, DISK):
             return task.what
         for other in task.after:
             was_late = self.spans[other].end > span.start - 1e-9

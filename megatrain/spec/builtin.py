@@ -137,5 +137,17 @@ BUILTIN: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "deepseek-v3": {"model_type": "deepseek_v3", "max_position_embeddings": 163840},
+    # Its own model_type, kimi_k2, is code of its authors' that builds a DeepSeek-V3 with these sizes.
+    "kimi-k2": {
+        "model_type": "deepseek_v3",
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_routed_experts": 384,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 163840,
+        "max_position_embeddings": 131072,
+    },
 }
 """Name -> config. What it leaves out is the default of its architecture in transformers, which is as published."""
