@@ -163,6 +163,10 @@ def bench(
         float, typer.Option(help="A row that gives no sign for so long is ended, and says so.")
     ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the lanes of two more steps as a Chrome trace, and say what it shows.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Measure whole training steps here, of a shape with random weights; and those of peers beside it."""
     settings = locals()  # the options by name, and nothing else yet

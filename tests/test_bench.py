@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import statistics
@@ -96,6 +98,30 @@ def test_the_streamed_row_tells_what_its_lanes_did(work: Work) -> None:
     assert found["link_bytes"] == {"to_device": 0, "to_host": 0}
     assert sum(found["homes"].values()) == 6
     assert 12 <= found["home_bytes_per_parameter"] <= 12 * padded / sum(sizes)
+
+
+def test_the_trace_of_a_row_is_of_two_more_steps(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    traced = dataclasses.replace(work, trace_file=str(tmp_path / "lanes.json"))
+    found = measure_streamed(traced, told.append)
+    assert [event["phase"] for event in told if "phase" in event][-2:] == ["measuring", "tracing"]
+    assert sum("step" in event for event in told) == len(found["losses"]), "those of the trace are not among them"
+    summary = found["trace"]["summary"]
+    events = json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
+    assert summary["num_steps"] == sum(event.get("cat") == "step" for event in events) == 2
+    assert summary["num_visits"] == 2 * (5 + 4)
+    assert summary["num_calls"] == 2 * 2 * (5 + 5), "two micro-batches; the head's backward lies in its visit"
+    updates = {event["name"] for event in events if event.get("cat") == "update"}
+    assert len(updates) == 6, "of both steps, whole"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "lanes.json")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    found = measure_streamed(traced, silent)
+    assert "No space left" in found["trace"]["problem"] and len(found["step_seconds"]) == 5
 
 
 @pytest.mark.parametrize("row", ["hbm bf16", "hbm fp32"])

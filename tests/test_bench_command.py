@@ -157,6 +157,22 @@ def test_a_table_fits_80_columns_and_tells_what_was_not_measured() -> None:
     assert printed(rows[-1:], 80).count("NOT MEASURED") == 1
 
 
+def test_a_trace_is_told_with_what_the_table_does_not_say() -> None:
+    summary = {
+        **{"num_steps": 2, "num_visits": 124, "num_calls": 504},
+        "host_seconds_per_visit": {"median": 6.1e-4, "max": 2.2e-3, "sum": 0.08},
+        "stall_behind_seconds": {"update": 0.25, "fetch": 1e-7},
+    }
+    trace = {"file": "lanes.json", "problem": "", "summary": summary}
+    words = " ".join(printed([Row(name="megatrain", how="", figures=figures(trace=trace))], 80).split())
+    assert "trace lanes.json: 2 more steps" in words
+    assert "Python a visit, ms: 0.61 in the median, 2.20 at most; 124 visits with 504 calls" in words
+    assert "compute waited behind updates 0.2500 s" in words and "weights on the link" not in words
+    trace |= {"problem": "the disk is full"}
+    words = " ".join(printed([Row(name="megatrain", how="", figures=figures(trace=trace))], 80).split())
+    assert "warning: the disk is full" in words and "trace lanes.json" not in words and "0.61 in the median" in words
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -170,6 +186,8 @@ def test_a_table_fits_80_columns_and_tells_what_was_not_measured() -> None:
         (("--compression", "3bit"), "--compression 3bit is not known"),
         (("--vram-gb", "-1"), "--vram-gb -1 must be a positive number"),
         (("--limit-minutes", "0"), "--limit-minutes 0 must be above 0"),
+        (("--trace", "nowhere/lanes.json"), "--trace: nowhere/lanes.json cannot be written"),
+        (("--trace", "."), "--trace: . cannot be written"),
     ],
 )
 def test_mistakes_are_told_before_any_work(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from trainer_helpers import llama
 
 import megatrain as mt
 from megatrain.base.trace import Piece, blamed, chrome_trace
-from megatrain.execute.trace import Trace
+from megatrain.execute.trace import Trace, _host_seconds
 
 
 def micro_batches() -> list[dict[str, torch.Tensor]]:
@@ -94,6 +95,7 @@ def test_every_visit_of_a_step_is_there_once(options: dict[str, Any], layer_majo
     of_visits["model.embed_tokens"] -= 2
     assert of_visits == counted
     assert found.summary()["num_visits"] == sum(of_visits.values()) + 2
+    assert found.summary()["num_calls"] == len(step) * 2 * (4 if layer_major else 1) + 2 * (4 if layer_major else 1)
 
 
 def test_each_micro_batch_of_a_visit_is_named_in_the_order_in_which_it_ran() -> None:
@@ -206,12 +208,15 @@ def test_a_block_that_raises_writes_nothing_and_training_goes_on(tmp_path: Path)
     run.step()
 
 
-def test_what_cannot_be_traced_is_said_before_anything_runs(tmp_path: Path) -> None:
+def test_what_cannot_be_traced_is_said_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     with pytest.raises(mt.UserError, match="is not streamed"), mt.trace(llama()):
         raise AssertionError
     with pytest.raises(mt.UserError, match="mt.trace: .*nowhere.*cannot be written"):
         mt.trace(run.model, tmp_path / "nowhere" / "lanes.json").__enter__()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(mt.UserError, match="mt.trace: you may not write .*lanes.json"):
+        mt.trace(run.model, tmp_path / "lanes.json").__enter__()
     with mt.trace(run.model), pytest.raises(mt.UserError, match="traced already"):
         mt.trace(run.model).__enter__()
 
@@ -232,6 +237,24 @@ def test_pieces_of_a_lane_that_overlap_get_tracks_of_their_own() -> None:
         "read b": "disk (2)",
         "read c": "disk",
     }
+
+
+def test_pythons_time_of_a_visit_is_the_engines_alone() -> None:
+    host = "host thread"
+    pieces = [
+        piece(host, "acquire", "x", 0, 4),
+        piece(host, "wait", "weights", 1, 3),
+        piece(host, "switch", "x", 4, 5),
+        piece(host, "call", "x", 5, 15),
+        piece(host, "model code", "x", 6, 14),
+        piece(host, "acquire", "x", 7, 8),  # inside of what is left out
+        piece(host, "release", "x", 16, 17),
+        piece(host, "queue updates", "", 18, 30),
+        piece(host, "backward call", "x", 31, 40),
+        piece(host, "autograd", "x", 33, 36),
+        piece("compute", "forward", "x", 5, 15),
+    ]
+    assert _host_seconds(pieces) == [2 + 1 + 2 + 1, 6]
 
 
 def test_a_stall_is_blamed_on_what_was_waited_for_in_the_end() -> None:

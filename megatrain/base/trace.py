@@ -8,6 +8,7 @@ Rule: on one track pieces nest or follow one another. Those of a lane that overl
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,8 +81,11 @@ def writable(file: str | Path, setting: str) -> Path:
     """The path, before any work. Raises UserError where no file can be."""
     file = user_path(file, setting)
     with looking_at(setting):
-        if file.is_dir() or not file.absolute().parent.is_dir():
+        folder = file.absolute().parent
+        if file.is_dir() or not folder.is_dir():
             raise UserError(f"{setting}: {file} cannot be written; name a file in a folder that is there")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise UserError(f"{setting}: you may not write {file}; name a file where you may, or change permissions")
     return file
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 import megatrain as mt
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
+from megatrain.base.errors import UserError
 from megatrain.bench import timing
 from megatrain.bench.work import (
     MAX_NORM,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from megatrain.optim.base import HomeOptimizer
     from megatrain.plan.planner import Plan
 
+TRACED_STEPS = 2
 CHANGE_STEPS = 2 * NUM_STEPS + 2
 """Of a run that may change its own placement: it measures, changes, measures again, and may go back."""
 
@@ -73,7 +76,7 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
     timing.measure(step, times, work.num_steps, tell)
     after, ended = engine.stats(), time.perf_counter()
     engine.wait()
-    return {
+    figures = {
         "num_micro_batches": num_micro_batches,
         "build_seconds": built_seconds,
         **times.data(),
@@ -91,6 +94,22 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
         "home_bytes_per_parameter": _home_bytes(engine, optimizer),
         "attention": str(engine.attention),
     }
+    # Behind all that is measured: a trace has a cost of its own.
+    return figures if work.trace_file is None else {**figures, "trace": _traced(step, model, work.trace_file, tell)}
+
+
+def _traced(step: Callable[[], float], model: nn.Module, file: str, tell: Tell) -> dict[str, Any]:
+    """Two more steps, written to `file`: beside the second one goes the update of the first, as in every step of a run."""
+    tell({"phase": "tracing"})
+    with mt.trace(model) as found:
+        for _ in range(TRACED_STEPS):
+            step()
+    problem = ""
+    try:
+        found.export_chrome_trace(file)
+    except UserError as error:
+        problem = str(error)  # a disk that is full by now takes no figure with it
+    return {"file": file, "problem": problem, "summary": found.summary()}
 
 
 def _initialise(work: Work) -> None:

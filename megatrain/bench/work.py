@@ -64,6 +64,8 @@ class Work:
     num_threads: int | None = None
     is_planned: bool = True
     """By the planner, where there is a GPU and no places are given."""
+    trace_file: str | None = None
+    """For a trace of two more steps."""
 
     @property
     def num_tokens(self) -> int:

@@ -21,6 +21,7 @@ from megatrain.base.cgroup import usable_cores
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
 from megatrain.base.paths import fixed_path
+from megatrain.base.trace import writable
 from megatrain.base.units import format_number
 from megatrain.commands.bench_tables import Row, print_bench, print_head
 from megatrain.commands.console import make_console, print_fact
@@ -67,6 +68,7 @@ class BenchOptions:
     unplanned: bool = False
     limit_minutes: float = 20.0
     as_json: bool = False
+    trace: Path | None = None
 
 
 def bench(model: str, options: BenchOptions) -> bool:
@@ -117,6 +119,8 @@ def _check(options: BenchOptions) -> list[str]:
         raise UserError("parts of homes are to live on disk: say where, --offload-dir DIR")
     if options.moments_on_disk and options.places:
         raise UserError("--places says where all homes live, and --moments-on-disk of the last ones: give one of them")
+    if options.trace is not None:
+        writable(options.trace, "--trace")
     workload = read_workload(options.tokens, options.seq)
     number = options.accumulate
     if number is not None and (number < 1 or workload.num_sequences % number):
@@ -158,6 +162,7 @@ def _work(options: BenchOptions, folder: str) -> Work:
         verify_transfers=options.verify_transfers,
         num_threads=options.threads,
         is_planned=not options.unplanned,
+        trace_file=None if options.trace is None else str(fixed_path(options.trace, "--trace")),
     )
 
 

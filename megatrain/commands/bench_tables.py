@@ -83,6 +83,8 @@ def print_bench(console: Console, rows: list[Row]) -> None:
         _print_predicted(console, own)
         _print_lanes(console, own)
         _print_bytes(console, own, is_cpu=rows[0].device == "cpu")
+        if "trace" in own:
+            _print_trace(console, own["trace"])
 
 
 def _print_rows(console: Console, rows: list[Row]) -> None:
@@ -207,6 +209,23 @@ def _print_bytes(console: Console, own: dict[str, Any], *, is_cpu: bool) -> None
     homes = ", ".join(f"{number} {place}" for place, number in own["homes"].items())
     each = f"{own['home_bytes_per_parameter']:.2f} bytes a parameter, gradients apart"
     print_fact(console, "homes", f"{homes}; {each}")
+
+
+def _print_trace(console: Console, trace: dict[str, Any]) -> None:
+    """Where it lies, and what the figures above do not tell."""
+    summary = trace["summary"]
+    if trace["problem"]:
+        print_warning(console, trace["problem"])
+    else:
+        number = format_number(summary["num_steps"], "more step")
+        print_fact(console, "trace", f"{trace['file']}: {number}, for chrome://tracing or Perfetto; in them:")
+    visit = {name: f"{1e3 * seconds:.2f}" for name, seconds in summary["host_seconds_per_visit"].items()}
+    of = f"{summary['num_visits']:,} visits with {summary['num_calls']:,} calls of layers and their backward"
+    print_fact(console, "", f"Python a visit, ms: {visit['median']} in the median, {visit['max']} at most; {of}")
+    behind = summary["stall_behind_seconds"]
+    waits = [f"{STALL_WORDS.get(what, what)} {_seconds(s)} s" for what, s in behind.items() if _seconds(s) != _seconds(0)]
+    if waits:
+        print_fact(console, "", f"compute waited behind {', '.join(waits)}")
 
 
 def _seconds(seconds: float) -> str:

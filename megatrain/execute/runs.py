@@ -22,6 +22,7 @@ means) meets them last to first.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -103,15 +104,24 @@ class Run(greenlet.greenlet):
         self.kept.clear()
 
     def _go(self, switch: Callable[[], StreamedLayer]) -> None:
-        outside = self._get_state()
+        outside, told = self._get_state(), self._told(self.layer)
         try:
-            self._set_state(self._state)
-            self.attributes.enter()
+            with told():
+                self._set_state(self._state)
+                self.attributes.enter()
             self.layer = switch()
         finally:
-            self.attributes.leave()
-            self._state = self._get_state()
-            self._set_state(outside)
+            with told():
+                self.attributes.leave()
+                self._state = self._get_state()
+                self._set_state(outside)
+
+    def _told(self, layer: StreamedLayer | None) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Around what it takes to go on in this micro-batch, in a visit of `layer`: for a recorder, if there is one."""
+        recorder = self.engine.transport.recorder
+        if recorder is None or layer is None:
+            return contextlib.nullcontext
+        return functools.partial(recorder.on_host, "switch", layer.name, self.number)
 
     def arrive(self, layer: StreamedLayer) -> None:
         """Called from inside: pause at `layer` until it is this micro-batch's turn."""

@@ -19,7 +19,8 @@ from megatrain.transport.recorder import COMPUTE, HOST, STEPS, Record, Recorder
 
 VISIT = ("forward", "backward")
 MICRO_BATCH = "micro-batch"
-OF_VISITS = ("acquire", "call", "backward call", "release")
+CALLS = ("call", "backward call")
+OF_VISITS = ("acquire", "switch", *CALLS, "release")
 """What the engine does on the host for a visit."""
 NOT_THE_ENGINES = ("model code", "autograd", "wait")
 """What lies in that and is none of the engine's: the modules' forwards, PyTorch's backward of them, waits."""
@@ -60,7 +61,8 @@ class Trace:
         - `stall_seconds`: cause ("weights", "drain") -> for which the compute lane waited, as `mt.stats` counts them;
           `stall_behind_seconds`: the same by the kind of work that was waited for in the end ("fetch", "update", ...).
         - `host_seconds_per_visit`: Python's own time for a visit of a layer, without the modules' forwards, PyTorch's
-          backward of them, and waits: `median`, `max`, and their `sum`; `num_visits`.
+          backward of them, and waits: `median`, `max`, and their `sum`; `num_visits`. A visit has a call for each of its
+          micro-batches, and as many backward calls; `num_calls` counts both.
         """
         pieces = self.pieces
         spans = [piece for piece in pieces if piece.lane not in (STEPS, HOST)]
@@ -77,6 +79,7 @@ class Trace:
             "stall_seconds": stalls,
             "stall_behind_seconds": behind,
             "num_visits": len(of_visits),
+            "num_calls": sum(piece.lane == HOST and piece.what in CALLS for piece in pieces),
             "host_seconds_per_visit": {
                 "median": statistics.median(of_visits) if of_visits else 0.0,
                 "max": max(of_visits, default=0.0),
