@@ -6,11 +6,13 @@ one that makes it cheaper too, and is then written down.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from comparing import closed_later
 from update_training import batches, start, train
 
@@ -18,6 +20,7 @@ import megatrain as mt
 from megatrain.base.config import StreamOptions
 from megatrain.base.fence import Fence
 from megatrain.execute.engine import engine_of
+from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.store.buffers import BufferPool
 from megatrain.store.memory import HostMemory
 
@@ -38,17 +41,22 @@ class Counts(NamedTuple):
     waits: int
     """How often the thread that trains looked at a fence, over or not: with lanes as fast as can be, a step's own time
     for them."""
+    views: int
+    """How often a layer's parameters were made of a slot: once a visit, however many micro-batches it has."""
 
 
 PLANS: dict[str, tuple[dict[str, Any], Counts]] = {
     # One slot serves all five layers in turn. Head and embedding are smaller and take the same.
-    "one slot": ({"num_slots": 1}, Counts(2, 1, 9, 6 * BLOCK + 3 * EDGE, 6, 76)),
+    "one slot": ({"num_slots": 1}, Counts(2, 1, 9, 6 * BLOCK + 3 * EDGE, 6, 76, 9)),
     # The last two layers of the forward are still there for their backward.
-    "three slots": ({}, Counts(2, 1, 7, 4 * BLOCK + 3 * EDGE, 6, 76)),
+    "three slots": ({}, Counts(2, 1, 7, 4 * BLOCK + 3 * EDGE, 6, 76, 9)),
     # Twice the visits, and gradients leave once all the same.
-    "two groups": ({"micro_batches_a_visit": 1}, Counts(4, 2, 11, 6 * BLOCK + 5 * EDGE, 6, 81)),
-    "kept": ({"kept_layers": ("model.layers.1", "model.layers.2")}, Counts(2, 1, 7, 4 * BLOCK + 3 * EDGE, 6, 76)),
-    "on the device": ({"places": "hbm"}, Counts(2, 1, 0, 0, 6, 88)),
+    "two groups": ({"micro_batches_a_visit": 1}, Counts(4, 2, 11, 6 * BLOCK + 5 * EDGE, 6, 81, 18)),
+    "kept": (
+        {"kept_layers": ("model.layers.1", "model.layers.2")},
+        Counts(2, 1, 7, 4 * BLOCK + 3 * EDGE, 6, 76, 9),
+    ),
+    "on the device": ({"places": "hbm"}, Counts(2, 1, 0, 0, 6, 88, 9)),
 }
 
 
@@ -66,13 +74,18 @@ def test_a_step_costs_what_it_did(name: str, monkeypatch: pytest.MonkeyPatch) ->
     train(model, optimizer, [next(many) for _ in range(4)])
     engine.wait()
     before, counts = num_trainings(model), Counter()
-    wait = Fence._wait_recorded
+    wait, views = Fence._wait_recorded, StreamedLayer.views
 
     def counted(self: Fence) -> None:
         counts["waits"] += threading.current_thread() is threading.main_thread()
         wait(self)
 
+    def viewed(self: StreamedLayer, weights: torch.Tensor) -> Views:
+        counts["views"] += 1
+        return views(self, weights)
+
     monkeypatch.setattr(Fence, "_wait_recorded", counted)
+    monkeypatch.setattr(StreamedLayer, "views", viewed)
     for owner, method in ((HostMemory, "empty"), (BufferPool, "_grow")):
         monkeypatch.setattr(owner, method, lambda *_, what=f"{owner.__name__}.{method}", **__: pytest.fail(what))
     train(model, optimizer, [next(many)])
@@ -86,6 +99,7 @@ def test_a_step_costs_what_it_did(name: str, monkeypatch: pytest.MonkeyPatch) ->
         fetched_bytes=cost["transferred_bytes"],
         drains=cost["num_drains"],
         waits=counts["waits"],
+        views=counts["views"],
     )
     assert found == expected
     assert cost["drained_bytes"] == engine.homes[0].grad_dtype.itemsize * sum(
@@ -93,3 +107,30 @@ def test_a_step_costs_what_it_did(name: str, monkeypatch: pytest.MonkeyPatch) ->
     )
     assert cost["visits of model.embed_tokens"] == expected.edge_visits
     assert not cost["num_fetches"], "nothing is brought that was not foreseen"
+
+
+def test_the_thread_that_trains_asks_for_no_value_that_the_device_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for one waits until the device has caught up. What it reads is in host memory, and always was."""
+    model, optimizer = start(StreamOptions())
+    many, read = batches(5), Counter()
+    closed_later(model)
+    train(model, optimizer, [next(many) for _ in range(4)])
+
+    def reading(name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+
+        def read_(self: torch.Tensor, *args: Any) -> Any:
+            is_engine = "megatrain" in sys._getframe(1).f_globals["__name__"]
+            if is_engine and threading.current_thread() is threading.main_thread():
+                read[name, tuple(self.shape)] += 1
+            return method(self, *args)
+
+        return read_
+
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, reading(name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the device was synchronised"))
+    train(model, optimizer, [next(many)])
+    monkeypatch.undo()
+    # Each parameter's count of updates, twice; and the seeds of two micro-batches. Both were made on the host.
+    assert read == {("__int__", ()): 2 * len(list(model.parameters())), ("tolist", (2,)): 1}

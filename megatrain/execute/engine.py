@@ -305,6 +305,7 @@ class Engine:
     def end_step(self) -> None:
         """The optimizer has made its step."""
         self.restart_step()
+        self._visits.end_step()
         self.num_steps += 1
         self.transport.rest()
         self.report.end_step()

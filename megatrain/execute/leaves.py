@@ -26,8 +26,12 @@ def _leaves(nodes: set[torch.autograd.graph.Node]) -> Iterator[torch.Tensor]:
     """The leaves below these nodes, once a use."""
     ahead, seen = list(nodes), set(nodes)
     while ahead:
-        following = [node for node, _ in ahead.pop().next_functions if node is not None]
-        yield from (node.variable for node in following if hasattr(node, "variable"))
-        new = {node for node in following if not hasattr(node, "variable")} - seen
-        seen |= new
-        ahead += new
+        for node, _ in ahead.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                yield variable
+            else:
+                seen.add(node)
+                ahead.append(node)

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.transport.recorder import on_host
 from megatrain.transport.serial import SerialStream
@@ -24,6 +26,8 @@ class Visits:
     def __init__(self, transport: LaneStream | SerialStream) -> None:
         self._transport = transport
         self._views: dict[StreamedLayer, Views] = {}
+        self._last: tuple[StreamedLayer, Views] | None = None
+        """Of the last backward. Each micro-batch has one of its own, mostly with the weights where they were."""
 
     @property
     def is_any_open(self) -> bool:
@@ -35,6 +39,11 @@ class Visits:
     def clear(self) -> None:
         """After an interrupt at any place."""
         self._views.clear()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Homes and slots may change from now on."""
+        self._last = None
 
     @contextlib.contextmanager
     def open(self, layer: StreamedLayer, what: str, micro_batch: int | None) -> Iterator[Views]:
@@ -48,7 +57,7 @@ class Visits:
             weights = transport.acquire(layer.home)
         try:
             if is_outermost:
-                self._views[layer] = layer.views(weights)
+                self._views[layer] = self._new_views(layer, weights, what)
             if recorder is None:
                 yield self._views[layer]
             else:
@@ -59,6 +68,17 @@ class Visits:
                 self._views.pop(layer, None)
             with on_host(recorder, "release", layer.name):
                 transport.release(layer.home)
+
+    def _new_views(self, layer: StreamedLayer, weights: torch.Tensor, what: str) -> Views:
+        last, self._last = self._last, None
+        if what != "backward":
+            return layer.views(weights)
+        if last is not None and last[0] is layer and last[1].weights.data_ptr() == weights.data_ptr():
+            views = last[1]
+        else:
+            views = layer.views(weights)
+        self._last = layer, views
+        return views
 
 
 def told_to_recorder(what: str, layer_of: Callable[[Any], StreamedLayer]) -> Callable[..., Any]:

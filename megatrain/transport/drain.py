@@ -21,7 +21,8 @@ class GradientAccumulator:
     def __init__(self, home: Home, device: torch.device) -> None:
         self.home = home
         self.layout = home.gradient_layout()
-        self.touched: set[Field] = set()
+        self._views: dict[Field, torch.Tensor] = {}
+        """Of the sums of those that have a gradient."""
         self._sums = torch.empty(self.layout.numel, dtype=torch.float32, device=device)
 
     @property
@@ -32,26 +33,25 @@ class GradientAccumulator:
         """Add one micro-batch's gradients (each in its field's shape, any float dtype)."""
         fresh, more = [], []
         for field, gradient in gradients:
-            (more if field in self.touched else fresh).append((self.layout.view(self._sums, field), gradient))
-            self.touched.add(field)
+            view = self._views.get(field)
+            if view is None:
+                view = self._views[field] = self.layout.view(self._sums, field)
+                fresh.append((view, gradient))
+            else:
+                more.append((view, gradient))
         if fresh:
             torch._foreach_copy_([view for view, _ in fresh], [gradient for _, gradient in fresh])
-        if more:
-            _add_in_fp32([view for view, _ in more], [gradient for _, gradient in more])
+        # _foreach_add_ of mixed dtypes falls back to a loop; add_ casts inside the kernel, without temporaries.
+        for view, gradient in more:
+            view.add_(gradient)
 
     def pack(self) -> GradientPacket:
         """Round to the wire dtype and take norms, on the compute lane. The accumulator is spent."""
         wire = self._sums.to(self.home.grad_dtype)
-        fields = [field for field in self.layout.offsets if field in self.touched]
+        fields = [field for field in self.layout.offsets if field in self._views]
         views = [self.layout.view(wire, field) for field in fields]
         norms = torch.stack([torch.linalg.vector_norm(view, dtype=torch.float32) for view in views])
         return GradientPacket(layout=self.layout, fields=fields, wire=wire, norms=norms)
-
-
-def _add_in_fp32(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    # _foreach_add_ of mixed dtypes falls back to a loop; the loop of add_ casts inside the kernel, without temporaries.
-    for total, gradient in zip(sums, gradients, strict=True):
-        total.add_(gradient)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
