@@ -66,6 +66,7 @@ def init(
     save_in_background: bool = True,
     on_save_error: str = "warn",
     verify_transfers: bool = False,
+    max_link_gb_s: float | None = None,
     logits_in_pieces: bool | None = None,
     attention: str | None = None,
 ) -> None:
@@ -94,18 +95,17 @@ def init(
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
         on_save_error: when a checkpoint cannot be written: "warn" and go on, or "stop".
         verify_transfers: check sums of what is moved: what arrives changed is sent again (docs/reliability.md).
+        max_link_gb_s: most GB (1e9 bytes) a second between host and device, each way: to try a slower link.
         logits_in_pieces: head and loss in pieces of the tokens (to rounding). None: where there are several.
         attention: kernel to prefer: "flash", "cudnn", "efficient", "math"; None: the fastest; "torch": its own choice.
 
     Raises UserError for a setting that cannot work.
     """
-    # The arguments by name, and nothing else yet.
-    settings = locals()
+    settings = locals()  # the arguments by name, and nothing else yet
     _check_workload(settings.pop("workload"))
     global _config, _workload
     _config, _workload = Config(**settings).fixed(), workload
-    # Imports transformers, which this module does without.
-    from megatrain.load.deferral import defer_loading as defer
+    from megatrain.load.deferral import defer_loading as defer  # imports transformers, which this module does without
 
     defer(_config.defer_loading)
 

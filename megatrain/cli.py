@@ -22,6 +22,14 @@ NOT_MEASURED = 1
 INTERRUPTED = 130
 PURPOSE = "Train language models bigger than the GPU, all parameters, on one GPU."
 
+Shape = Annotated[
+    str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
+]
+Tokens = Annotated[
+    str, typer.Option(help="Of a step: sequences x length, or their product (see --seq).", metavar="BxT")
+]
+Length = Annotated[int | None, typer.Option(help="Tokens of a sequence; left out: 1024 at most.")]
+
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file. See docs/recipes.md.", metavar="FILE.yaml")],
@@ -58,9 +66,7 @@ def doctor(
 
 
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
-    ],
+    model: Shape,
     machine: Annotated[
         str,
         typer.Option(
@@ -69,10 +75,8 @@ def plan(
             metavar="NAME|FILE|this",
         ),
     ] = "this",
-    tokens: Annotated[
-        str, typer.Option(help="Of a step: sequences x length, or their product (see --seq).", metavar="BxT")
-    ] = "64x1024",
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; left out: 1024 at most.")] = None,
+    tokens: Tokens = "64x1024",
+    seq: Length = None,
     rows: Annotated[int | None, typer.Option(help="Sequences of a micro-batch; left out: the plan chooses.")] = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp32 compute.")] = "bf16",
     master: Annotated[str | None, typer.Option(help="Master weights: split (exact, the default) or bf16.")] = None,
@@ -113,13 +117,9 @@ def plan(
 
 
 def bench(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
-    ],
-    tokens: Annotated[
-        str, typer.Option(help="Of a step: sequences x length, or their product (see --seq).", metavar="BxT")
-    ] = "64x1024",
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; left out: 1024 at most.")] = None,
+    model: Shape,
+    tokens: Tokens = "64x1024",
+    seq: Length = None,
     accumulate: Annotated[
         int | None,
         typer.Option(help="Micro-batches of a step, in every row; left out: as the plan takes.", metavar="N"),
@@ -155,6 +155,7 @@ def bench(
     verify_transfers: Annotated[
         bool, typer.Option("--verify-transfers", help="Check sums of all that is copied.")
     ] = False,
+    link_gb_s: Annotated[float | None, typer.Option(help="GB/s over the link at most, each way.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of the CPU update; left out: as many as are of use.")] = None,
     unplanned: Annotated[
         bool, typer.Option("--unplanned", help="Homes as a run without a workload has them, on a GPU too.")
@@ -165,7 +166,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write the lanes of two more steps as a Chrome trace, and say what it shows.", metavar="FILE"),
+        typer.Option(help="Write two more steps as a Chrome trace, and say what it shows.", metavar="FILE"),
     ] = None,
 ) -> None:
     """Measure whole training steps here, of a shape with random weights; and those of peers beside it."""

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +22,8 @@ from typing import Any
 import torch
 from flipping import check_flips
 from gpu_attention import run_attention
+from gpu_figures import FIGURES, OFFLOAD_DIR, run_figures
+from gpu_link import check_throttle, check_waits
 from gpu_models import gemma, llama, mixtral
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,30 +32,6 @@ from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.execute.engine import engine_of
 from megatrain.plan.placement import CPU, HBM, STREAM, Place
-
-OFFLOAD_DIR = "runs/offload"
-OFFLOAD = ["--offload-dir", OFFLOAD_DIR]
-FIGURES = {
-    "3B": ["qwen2.5-3b", "32x1024", "4", "--unplanned"],
-    "3B-compiled": ["qwen2.5-3b", "32x1024", "4", "--unplanned", "--compile"],
-    "3B-32x1": ["qwen2.5-3b", "32x1024", "32", "--unplanned"],
-    "7B": ["qwen2.5-7b", "64x1024", "4", "--unplanned"],
-    "7B-ram": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0"],
-    "7B-8x1024-ram": ["qwen2.5-7b", "8x1024", "1", "--unplanned", "--hbm-home-gb", "0"],
-    "7B-8x1024-hbm": ["qwen2.5-7b", "8x1024", "1", "--unplanned", "--hbm-home-gb", "108"],
-    "7B-4bit": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--compression", "4bit"],
-    "7B-compiled": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--compile"],
-    "7B-24GB": ["qwen2.5-7b", "64x1024", "32", "--unplanned", "--vram-gb", "24"],
-    "7B-planned": ["qwen2.5-7b", "64x1024", "4"],
-    "14B": ["qwen2.5-14b", "64x1024", "16"],
-    "14B-24GB-8bit": ["qwen2.5-14b", "64x1024", "32", "--vram-gb", "24", "--compression", "8bit", *OFFLOAD],
-    "32B-8bit-layer": ["qwen2.5-32b", "64x1024", "16", "--compression", "8bit", "--clip", "layer", *OFFLOAD],
-    "32B-8bit": ["qwen2.5-32b", "64x1024", "32", "--compression", "8bit", *OFFLOAD],
-    "7B-disk": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0", "--moments-on-disk", "4", *OFFLOAD],
-    "7B-4bit-disk": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0", "--compression", "4bit",
-                     "--moments-on-disk", "28", *OFFLOAD],
-}  # fmt: skip
-"""Name -> model, tokens and micro-batches of a step, and options of `megatrain bench`."""
 
 
 def batches(vocabulary: int, lengths: tuple[int, ...] = (70, 120, 96, 33)) -> list[dict[str, torch.Tensor]]:
@@ -283,6 +258,8 @@ def run_correctness() -> bool:
         "kept insides and groups mixtral bf16": lambda: check_kept(mixtral, "bf16"),
         "head and loss in pieces": check_pieces,
         "verify_transfers": check_verified,
+        "throttled link": lambda: check_throttle(trained),
+        "no wait for the device in a step": lambda: check_waits(batches(1000)),
         "compiled llama bf16": check_compiled,
     }
     failed = False
@@ -361,29 +338,6 @@ def run_flat() -> bool:
         passed &= is_flat
         print(f"{'ok  ' if is_flat else 'FAIL'} flat {name}: {before / 2**20:.1f} -> {after / 2**20:.1f} MiB at most")
     return passed
-
-
-FIGURE_KEYS = ("median_seconds", "step_seconds", "tflops_published", "tflops_counted", "peak_device_bytes",
-               "peak_host_bytes", "stall_seconds", "homes", "home_bytes_per_parameter", "predicted")  # fmt: skip
-
-
-def run_figures(names: list[str]) -> bool:
-    found = []
-    for name in names:
-        model, tokens, accumulate, *options = FIGURES[name]
-        command = ["megatrain.cli", "bench", model, "--tokens", tokens, "--accumulate", accumulate, *options, "--json"]
-        print(f"== {name}: {' '.join(command)}", flush=True)
-        started = time.perf_counter()
-        # The parent's import paths must hold in the child too.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        done = subprocess.run([sys.executable, "-m", *command], env=environment, text=True, stdout=subprocess.PIPE)
-        print(done.stdout, flush=True)
-        print(f"== {name}: {time.perf_counter() - started:.0f} s in all", flush=True)
-        found += json.loads(done.stdout)["rows"] if done.stdout else []
-    print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
-    for row in found:
-        print(row["problem"] or {key: row["figures"][key] for key in FIGURE_KEYS})
-    return len(found) == len(names) and not any(row["problem"] for row in found)
 
 
 def main() -> None:

@@ -100,9 +100,7 @@ def test_the_streamed_row_tells_what_its_lanes_did(work: Work) -> None:
     assert 12 <= found["home_bytes_per_parameter"] <= 12 * padded / sum(sizes)
 
 
-def test_the_trace_of_a_row_is_of_two_more_steps(
-    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trace_of_a_row_is_of_two_more_steps(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     traced = dataclasses.replace(work, trace_file=str(tmp_path / "lanes.json"))
     found = measure_streamed(traced, told.append)

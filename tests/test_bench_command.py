@@ -186,6 +186,7 @@ def test_a_trace_is_told_with_what_the_table_does_not_say() -> None:
         (("--compression", "3bit"), "--compression 3bit is not known"),
         (("--vram-gb", "-1"), "--vram-gb -1 must be a positive number"),
         (("--limit-minutes", "0"), "--limit-minutes 0 must be above 0"),
+        (("--link-gb-s", "0"), "--link-gb-s 0 must be a number of GB (1e9 bytes) a second, 0.001 at least"),
         (("--trace", "nowhere/lanes.json"), "--trace: nowhere/lanes.json cannot be written"),
         (("--trace", "."), "--trace: . cannot be written"),
     ],

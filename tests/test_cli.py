@@ -52,7 +52,8 @@ def test_verbs_and_options_change_only_on_purpose() -> None:
         "bench": [
             *("model", "tokens", "seq", "accumulate", "vs", "steps", "device", "vram_gb", "ram_gb", "offload_dir"),
             *("compression", "master", "clip", "hbm_home_gb", "places", "moments_on_disk", "compile", "replan"),
-            *("attention", "verify_transfers", "threads", "unplanned", "limit_minutes", "as_json", "return"),
+            *("attention", "verify_transfers", "link_gb_s", "threads", "unplanned", "limit_minutes", "as_json"),
+            *("trace", "return"),
         ],
         "doctor": ["offload_dir", "quick", "as_json", "output", "return"],
         "verify": ["folder", "return"],

@@ -24,6 +24,8 @@ COMPRESSIONS = {
 CLIPS = ("global", "layer")
 MOST_GB = 10**9
 """An exabyte: more is a slip of the pen."""
+LEAST_LINK_GB_S = 0.001
+"""Below it a step's end would not be lived to see."""
 GRADIENTS = ("fp32", "bf16")
 ON_SAVE_ERROR = ("warn", "stop")
 ATTENTION = ("torch", "flash", "cudnn", "efficient", "math")
@@ -92,6 +94,10 @@ class Config:
     """Check sums of weights, gradients, inputs of layers and states on every way between device, host and disk: what
     arrives changed is sent again. Costs reads of host memory."""
 
+    max_link_gb_s: float | None = None
+    """What a step copies between host and device goes no faster than so many GB (1e9 bytes) a second, each way: to try
+    a machine with a slower link. Plans take the rate as the link's. Left out: as fast as the link goes."""
+
     defer_loading: bool = True
     """Leave the weights of large models in their files in transformers' own from_pretrained, until `mt.stream` takes
     them home or somebody asks for them."""
@@ -119,6 +125,11 @@ class Config:
             is_allowed = is_number and 0 <= value <= MOST_GB and (value > 0 or name == "hbm_home_gb")
             if value is not None and not is_allowed:
                 raise UserError(f"{name}={value!r} must be a positive number of GB (1e9 bytes), or None")
+        rate = self.max_link_gb_s
+        is_rate = isinstance(rate, (int, float)) and not isinstance(rate, bool) and LEAST_LINK_GB_S <= rate <= MOST_GB
+        if rate is not None and not is_rate:
+            least = f"{LEAST_LINK_GB_S} at least"
+            raise UserError(f"max_link_gb_s={rate!r} must be a number of GB (1e9 bytes) a second, {least}, or None")
         for name in ("compile", "verify_transfers", "defer_loading", "replan", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -193,6 +204,10 @@ class Config:
     @property
     def max_ram_bytes(self) -> int | None:
         return None if self.max_ram_gb is None else int(self.max_ram_gb * GB)
+
+    @property
+    def max_link_bytes_per_second(self) -> float | None:
+        return None if self.max_link_gb_s is None else self.max_link_gb_s * GB
 
     @property
     def hbm_home_bytes(self) -> int | None:

@@ -99,7 +99,7 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
 
 
 def _traced(step: Callable[[], float], model: nn.Module, file: str, tell: Tell) -> dict[str, Any]:
-    """Two more steps, written to `file`: beside the second one goes the update of the first, as in every step of a run."""
+    """Two more steps, written to `file`. Beside the second goes the update of the first, as in every step of a run."""
     tell({"phase": "tracing"})
     with mt.trace(model) as found:
         for _ in range(TRACED_STEPS):
@@ -126,6 +126,7 @@ def _initialise(work: Work) -> None:
         replan=work.replan,
         attention=work.attention,
         verify_transfers=work.verify_transfers,
+        max_link_gb_s=work.max_link_gb_s,
     )
 
 

@@ -61,6 +61,7 @@ class Work:
     replan: bool = False
     attention: str | None = None
     verify_transfers: bool = False
+    max_link_gb_s: float | None = None
     num_threads: int | None = None
     is_planned: bool = True
     """By the planner, where there is a GPU and no places are given."""

@@ -64,6 +64,7 @@ class BenchOptions:
     replan: bool = False
     attention: str | None = None
     verify_transfers: bool = False
+    link_gb_s: float | None = None
     threads: int | None = None
     unplanned: bool = False
     limit_minutes: float = 20.0
@@ -160,6 +161,7 @@ def _work(options: BenchOptions, folder: str) -> Work:
         replan=options.replan,
         attention=options.attention,
         verify_transfers=options.verify_transfers,
+        max_link_gb_s=options.link_gb_s,
         num_threads=options.threads,
         is_planned=not options.unplanned,
         trace_file=None if options.trace is None else str(fixed_path(options.trace, "--trace")),

@@ -222,8 +222,8 @@ def _print_trace(console: Console, trace: dict[str, Any]) -> None:
     visit = {name: f"{1e3 * seconds:.2f}" for name, seconds in summary["host_seconds_per_visit"].items()}
     of = f"{summary['num_visits']:,} visits with {summary['num_calls']:,} calls of layers and their backward"
     print_fact(console, "", f"Python a visit, ms: {visit['median']} in the median, {visit['max']} at most; {of}")
-    behind = summary["stall_behind_seconds"]
-    waits = [f"{STALL_WORDS.get(what, what)} {_seconds(s)} s" for what, s in behind.items() if _seconds(s) != _seconds(0)]
+    behind = {STALL_WORDS.get(what, what): _seconds(s) for what, s in summary["stall_behind_seconds"].items()}
+    waits = [f"{words} {seconds} s" for words, seconds in behind.items() if seconds != _seconds(0)]
     if waits:
         print_fact(console, "", f"compute waited behind {', '.join(waits)}")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.base.config import CLIPS, COMPRESSIONS, MASTERS, MOST_GB, PRECISIONS, Config
+from megatrain.base.config import CLIPS, COMPRESSIONS, LEAST_LINK_GB_S, MASTERS, MOST_GB, PRECISIONS, Config
 from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, machine_profile_path, user_path
 from megatrain.base.trace import writable, write_trace
@@ -135,6 +135,9 @@ def check_words(options: Any) -> None:
         if value is not None and not 0 < value <= MOST_GB:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} {value:g} must be a positive number of GB (1e9 bytes), at most {MOST_GB:,}")
+    rate = getattr(options, "link_gb_s", None)
+    if rate is not None and not LEAST_LINK_GB_S <= rate <= MOST_GB:
+        raise UserError(f"--link-gb-s {rate:g} must be a number of GB (1e9 bytes) a second, {LEAST_LINK_GB_S} at least")
 
 
 def _settings(options: PlanOptions) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatrain.base.config import Config
-from megatrain.base.units import format_bytes, format_count, format_number
+from megatrain.base.units import GB, format_bytes, format_count, format_number
 from megatrain.execute.templates import group_templates
 from megatrain.plan.placement import DISK_TIER, PARTS, RAM
 from megatrain.plan.rows import memory_rows
@@ -54,10 +54,12 @@ def describe_run(engine: Engine) -> str:
     compiled = ", blocks compiled at their first call" if engine.config.compile else ""
     attention = f", {engine.attention.describe()}" if engine.attention.order else ""
     checked = ", transfers checked" if engine.transport.hops.verifies else ""
+    throttle = engine.transport.hops.throttle
+    held = "" if throttle is None else f", link held down to {throttle.bytes_per_second / GB:g} GB/s each way"
     return (
         f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
         f"{len(engine.layers) - num_blocks} other layers streamed through {engine.device}{living}; "
-        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}"
+        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}{held}"
     )
 
 

@@ -61,8 +61,8 @@ class Trace:
         - `stall_seconds`: cause ("weights", "drain") -> for which the compute lane waited, as `mt.stats` counts them;
           `stall_behind_seconds`: the same by the kind of work that was waited for in the end ("fetch", "update", ...).
         - `host_seconds_per_visit`: Python's own time for a visit of a layer, without the modules' forwards, PyTorch's
-          backward of them, and waits: `median`, `max`, and their `sum`; `num_visits`. A visit has a call for each of its
-          micro-batches, and as many backward calls; `num_calls` counts both.
+          backward of them, and waits: `median`, `max`, and their `sum`; `num_visits`. A visit has a call, or a backward
+          call, for each of its micro-batches: `num_calls`.
         """
         pieces = self.pieces
         spans = [piece for piece in pieces if piece.lane not in (STEPS, HOST)]

@@ -11,9 +11,11 @@ from megatrain.plan.rows import NUM_WEIGHT_SLOTS, Placement
 from megatrain.store.home import Home
 from megatrain.store.memory import DeviceMemory, HostMemory
 from megatrain.transport.disk import DiskWindow, WeightReader
+from megatrain.transport.hops import Hops
 from megatrain.transport.ring import SlabRing
 from megatrain.transport.serial import SerialStream
 from megatrain.transport.stream import LaneStream
+from megatrain.transport.throttle import Throttle
 
 
 def make_transport(
@@ -33,11 +35,12 @@ def make_transport(
     rings = _rings(homes, memory, device, options) if placement.config.clip == "layer" else None
     streamed = [home for home in homes if home is not resident]
     window, reader = _disk(streamed, memory, placement)
-    verifies = placement.config.verify_transfers
-    stream = LaneStream(streamed, block_bytes, device, options, rings, window, reader, resident, verifies)
+    verifies, rate = placement.config.verify_transfers, placement.config.max_link_bytes_per_second
+    hops = Hops(verifies=verifies, throttle=None if rate is None else Throttle(rate))
+    stream = LaneStream(streamed, block_bytes, device, options, rings, window, reader, resident, hops)
     # Coded moments are written where they are mapped, and what lies beside them with them.
     if verifies and memory.disk is not None and placement.config.moments != "lossless":
-        memory.disk.verify(stream.hops.counts)
+        memory.disk.verify(hops.counts)
     return stream
 
 

@@ -35,6 +35,7 @@ from megatrain.optim.update import Measure
 from megatrain.plan.placement import STAGING_BYTES
 from megatrain.spec.formats import BLOCK
 from megatrain.transport.hops import Begun, hops_at_hand
+from megatrain.transport.throttle import TO_DEVICE, TO_HOST
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class _Staging:
                 if host is not device
             ]
             for host, device in pairs:
-                hops.move(device, host, f"states of {name} on their way to the device")
+                hops.move(device, host, f"states of {name} on their way to the device", TO_DEVICE)
             # What has come up is as it was at home until it goes down.
             staying = [tensor for tensor in written(piece) if tensor.device.type != "cpu"]
             with undone_on_fault(staying):
@@ -152,7 +153,8 @@ class _Staging:
             changed = [(host, device) for host, device in pairs if host is not piece.grad]
             with _no_way_back():
                 for host, device in changed:
-                    self._under_way.append(hops.begin(host, device, f"updated states of {name} on their way home"))
+                    what = f"updated states of {name} on their way home"
+                    self._under_way.append(hops.begin(host, device, what, TO_HOST))
         return sums
 
     def finish(self) -> None:

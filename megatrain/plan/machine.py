@@ -54,6 +54,13 @@ class Machine:
     """Causal attention in bf16, forward and backward together, of the fastest kernel, by tokens of a sequence. Empty:
     not measured."""
 
+    def with_link(self, max_bytes_per_second: float | None) -> Machine:
+        """The same with a link that goes no faster, each way. None: the same."""
+        if max_bytes_per_second is None:
+            return self
+        rates = ("h2d_bytes_per_second", "d2h_bytes_per_second", "pageable_h2d_bytes_per_second")
+        return dataclasses.replace(self, **{name: min(getattr(self, name), max_bytes_per_second) for name in rates})
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 

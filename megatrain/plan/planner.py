@@ -102,6 +102,7 @@ class Planner:
             sizes: for each home its bytes by part, where they are known.
         """
         _check_rates(machine, config)
+        machine = machine.with_link(config.max_link_bytes_per_second)
         is_whole = config.logits_in_pieces is False or workload.reads_logits
         spec = with_whole_logits(spec) if is_whole else spec
         self.machine, self.spec, self.workload, self.config = machine, spec, workload, config

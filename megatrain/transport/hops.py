@@ -8,6 +8,7 @@ With `verify_transfers` each hop compares check sums (`store/checksum.py`) of bo
 the device by the lane's own stream, behind the copy. The lane waits for them before its fence is recorded, so nobody
 sees bytes that were not compared. Weights in host memory are summed once a version, behind their update, and inputs
 when they are sent: so those that change while they lie there are found too, when the device gets them.
+With a throttle (`transport/throttle.py`) each hop takes as long as it would on a slower link.
 Rule: what is copied while its owner changes it is not compared: nobody uses that copy.
 
 What it gives up: a check is as long as a read of the bytes on both sides, and a lane holds one copy at a time.
@@ -16,6 +17,7 @@ What it gives up: a check is as long as a read of the bytes on both sides, and a
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,6 +30,7 @@ from megatrain.base.faults import FaultCounts, retried
 from megatrain.plan.placement import RAM
 from megatrain.store.checksum import checksum
 from megatrain.store.home import Home
+from megatrain.transport.throttle import TO_DEVICE, TO_HOST, Throttle
 
 Sums = list[int]
 
@@ -71,41 +74,48 @@ class _Signature(NamedTuple):
 
 
 class Hops:
-    """Of a model. Each method is for work on a lane, whose stream is the current one."""
+    """Of a model. Each method is for work on a lane, whose stream is the current one.
 
-    def __init__(self, *, verifies: bool = False) -> None:
+    Without a GPU there is no link, and the ways that a copy would take on one are throttled all the same: where the
+    tensors do not tell, the caller does.
+    """
+
+    def __init__(self, *, verifies: bool = False, throttle: Throttle | None = None) -> None:
         self.verifies = verifies
+        self.throttle = throttle
         self.counts = FaultCounts()
         self.link = LinkCount()
         self._signatures: dict[Home, _Signature] = {}
         self._inputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Tensor in host memory -> sums of what was sent there."""
 
-    def move(self, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        """Copy. Where it verifies, all has arrived when it returns.
+    def move(self, target: torch.Tensor, source: torch.Tensor, what: str, way: str | None = None) -> None:
+        """Copy. Where it verifies, or the link is throttled, all has arrived when it returns.
 
-        what: with its layer and its way, for messages.
+        what: with its layer and its way, for messages. way: where it is known; None: as the devices say.
         """
 
         def copy() -> None:
             if self.verifies:
-                self._copy_and_check(target, source, what)
+                self._copy_and_check(target, source, what, way)
             else:
-                copy_(target, source)
+                self._copy(target, source, way)
 
         self.link.add(target, source)
         retried(copy, what, self.counts)
 
-    def begin(self, target: torch.Tensor, source: torch.Tensor, what: str) -> Begun:
-        """As `move`, but checked when `end` is called; `source` stays as it is until then."""
+    def begin(self, target: torch.Tensor, source: torch.Tensor, what: str, way: str | None = None) -> Begun:
+        """As `move`, but checked, and held back, when `end` is called; `source` stays as it is until then."""
         sent = checksum(source) if self.verifies else None
         self.link.add(target, source)
+        over = self._begin(target, source, way)
         retried(lambda: copy_(target, source), what, self.counts)
-        return Begun(target, source, what, sent)
+        return Begun(target, source, what, way, sent, over)
 
     def end(self, begun: Begun) -> None:
         """All that was begun on the current stream has arrived when it returns, if it verifies."""
-        target, source, what, sent = begun
+        target, source, what, way, sent, over = begun
+        self._hold_back(over)
         if sent is None:
             return
         is_first = True
@@ -116,7 +126,7 @@ class Hops:
                 is_first = False
                 self._compare(target, sent.tolist(), what)
             else:
-                self._copy_and_check(target, source, what)
+                self._copy_and_check(target, source, what, way)
 
         retried(check_or_copy_again, what, self.counts)
 
@@ -131,7 +141,7 @@ class Hops:
 
         def copy_and_check() -> None:
             signature = self._signature(home, version)
-            copy_(target, home.wire)
+            self._copy(target, home.wire, TO_DEVICE)
             is_equal = checksum(target).tolist() == signature.sums
             is_same = is_equal or checksum(home.wire).tolist() == signature.sums
             if home.version != version or not (is_same or self._is_binding(home, signature)):
@@ -146,7 +156,8 @@ class Hops:
                 raise ChangedInTransitError(what)
 
         self.link.add(target, home.wire)
-        retried(copy_and_check if self.verifies else lambda: copy_(target, home.wire), what, self.counts)
+        copy = functools.partial(self._copy, target, home.wire, TO_DEVICE)
+        retried(copy_and_check if self.verifies else copy, what, self.counts)
 
     def fetch(self, home: Home, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on the device of weights of a home, all or some, that is over when it returns."""
@@ -157,7 +168,7 @@ class Hops:
         if source is home.wire:
             self.fill(home, home.version, target)
         else:
-            self.move(target, source, what)
+            self.move(target, source, what, TO_DEVICE)
         if device.type == "cuda":
             # The home may be written from now on.
             torch.cuda.current_stream(device).synchronize()
@@ -169,7 +180,7 @@ class Hops:
 
         def copy_and_check() -> None:
             sent = checksum(tensor)
-            copy_(host, tensor)
+            self._copy(host, tensor, TO_HOST)
             sums = sent.tolist()
             is_equal = checksum(host).tolist() == sums
             if tensor._version != version:
@@ -180,14 +191,15 @@ class Hops:
             self._inputs[host] = sums
 
         self.link.add(host, tensor)
-        retried(copy_and_check if self.verifies else lambda: copy_(host, tensor), what, self.counts)
+        copy = functools.partial(self._copy, host, tensor, TO_HOST)
+        retried(copy_and_check if self.verifies else copy, what, self.counts)
 
     def bring(self, host: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
         """Copy back what was sent."""
         what, sums = f"an input of {name} on its way back to the device", self._inputs.get(host)
 
         def copy_and_check() -> None:
-            copy_(tensor, host)
+            self._copy(tensor, host, TO_DEVICE)
             if sums is None:
                 return
             try:
@@ -203,9 +215,28 @@ class Hops:
         self.link.add(tensor, host)
         retried(copy_and_check, what, self.counts)
 
-    def _copy_and_check(self, target: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        sent = checksum(source)
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, way: str | None) -> None:
+        """Where the link is throttled, it is over when it returns."""
+        if self.throttle is not None:
+            _synchronize(target, source)  # what a copy waits for is not the link's time
+        over = self._begin(target, source, way)
         copy_(target, source)
+        if over is not None:
+            _synchronize(target, source)
+        self._hold_back(over)
+
+    def _begin(self, target: torch.Tensor, source: torch.Tensor, way: str | None) -> float | None:
+        """When the throttle lets a copy be over that begins now; None: whenever it is."""
+        way = way or _way(target, source)
+        return None if self.throttle is None or way is None else self.throttle.begin(way, target.nbytes)
+
+    def _hold_back(self, over: float | None) -> None:
+        if self.throttle is not None and over is not None:
+            self.throttle.wait(over)
+
+    def _copy_and_check(self, target: torch.Tensor, source: torch.Tensor, what: str, way: str | None = None) -> None:
+        sent = checksum(source)
+        self._copy(target, source, way)
         # On a device these come behind the copy, too.
         self._compare(target, sent.tolist(), what)
 
@@ -232,12 +263,30 @@ class Hops:
 
 
 class Begun(NamedTuple):
-    """A copy, with the sums of its source."""
+    """A copy, with the sums of its source where it is checked."""
 
     target: torch.Tensor
     source: torch.Tensor
     what: str
+    way: str | None
     sent: torch.Tensor | None
+    over: float | None
+    """When the throttle lets it be."""
+
+
+def _way(target: torch.Tensor, source: torch.Tensor) -> str | None:
+    """Over the link; None where a copy does not cross it."""
+    if target.device.type == source.device.type:
+        return None
+    return TO_HOST if target.device.type == "cpu" else TO_DEVICE
+
+
+def _synchronize(*tensors: torch.Tensor) -> None:
+    """Wait for the current stream of the device that one of them is on."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+            return
 
 
 _work = threading.local()

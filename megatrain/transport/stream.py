@@ -41,6 +41,7 @@ from megatrain.transport.recorder import Recorder, on_host
 from megatrain.transport.ring import Loan, SlabRing
 from megatrain.transport.slots import Slot, SlotPool, State
 from megatrain.transport.stall import StallClock
+from megatrain.transport.throttle import TO_DEVICE, TO_HOST
 
 
 class LaneStream:
@@ -52,7 +53,7 @@ class LaneStream:
             their gradients in slabs of their own.
         window, reader: of states and weights on disk, where there are any. The window is the `disk update` lane's.
         resident: the home that is updated as the others are, but never acquired.
-        verifies: compare check sums of whatever is copied (`transport/hops.py`).
+        hops: what copies between host and device.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class LaneStream:
         window: DiskWindow | None = None,
         reader: WeightReader | None = None,
         resident: Home | None = None,
-        verifies: bool = False,
+        hops: Hops | None = None,
     ) -> None:
         self.device = device
-        self.hops = Hops(verifies=verifies)
+        self.hops = hops or Hops()
         self.window = window
         self.recorder: Recorder | None = None
         self.counters = Counters()
@@ -363,7 +364,7 @@ class LaneStream:
             assert loan.slab is not None
             if is_wanted():
                 what = f"weights of {home.name} on their way to the device"
-                self.hops.move(target, loan.slab[: target.numel()], what)
+                self.hops.move(target, loan.slab[: target.numel()], what, TO_DEVICE)
 
         def copy() -> None:
             if is_wanted():
@@ -385,7 +386,7 @@ class LaneStream:
             home.grads.borrow(ring.take(loan, self._d2h.stream), packet.layout)
         what = f"gradients of {home.name} on their way home"
         stays = home.place.gradients == HBM_TIER
-        receive = land(home, packet, copy_ if stays else lambda to, source: self.hops.move(to, source, what))
+        receive = land(home, packet, copy_ if stays else functools.partial(self.hops.move, what=what, way=TO_HOST))
         if self._d2h.stream is not None:
             self._d2h.stream.synchronize()
         receive()
