@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,20 @@ def test_each_kernel_is_a_row(monkeypatch: pytest.MonkeyPatch, is_masked: bool) 
     for name in ("cudnn", "efficient"):
         assert rates[name].value is None and "No viable backend" in rates[name].note
     assert ("masked" if is_masked else "causal") in rates["math"].key
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 1.2])
+def test_a_kernel_that_is_wrong_is_not_fast(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+    right = probe.scaled_dot_product_attention
+
+    def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
+        is_math = not torch.backends.cuda.flash_sdp_enabled()
+        return right(*args, **kwargs) * (wrong if is_math else 1.0)
+
+    monkeypatch.setattr(probe, "scaled_dot_product_attention", spoilt)
+    rates = _by_name(probe.measure_attention(CPU, SHAPE, 0.0))
+    assert rates["flash"].value and rates["math"].value is None
+    assert "its results differ from those of another kernel by" in rates["math"].note
 
 
 def _by_name(rates: Sequence[Rate]) -> dict[str, Rate]:

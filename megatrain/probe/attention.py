@@ -1,13 +1,14 @@
 """How fast each kernel of PyTorch's scaled_dot_product_attention is at a shape, forward and backward together.
 
 Rule: the call is the one that transformers makes: heads behind one another in memory, fewer heads of keys as they are
-where there is no mask and repeated where there is one, a mask of booleans.
+where there is no mask and repeated where there is one, a mask of booleans. And none is fast that is wrong: results are
+compared with those of the first kernel.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,9 @@ from megatrain.spec.model import Attention
 
 MASKED_SAMPLES = 4
 """Samples that share a row behind a mask."""
+LARGEST_DIFFERENCE = 0.05
+"""Of results, relative. Rounding in bf16 leaves less than a hundredth (flash against math on the CPU, 128 to 2048 tokens:
+0.002 to 0.006)."""
 NUM_KERNELS = len(KERNELS)
 NUM_CALLS = 4
 """Of one timed round on a GPU."""
@@ -64,9 +68,10 @@ def kernels_of(device: torch.device) -> tuple[str, ...]:
 
 def measure_attention(device: torch.device, shape: AttentionShape, seconds: float) -> list[Rate]:
     """A row for each kernel, with the reason where it cannot take the call. seconds: for each, about."""
-    rates = []
+    rates: list[Rate] = []
+    truth: list[Tensor] = []
     for name in kernels_of(device):
-        measure = partial(_flops_per_second, device, shape, name, seconds)
+        measure = partial(_flops_per_second, device, shape, name, seconds, truth)
         label = f"attention, {shape.rows} x {shape.length}, {LABELS[name]}"
         rates.append(attempt(f"{key_of(shape)}.{name}", label, FLOPS_PER_SECOND, measure, str(shape)))
         _give_back(device)
@@ -104,17 +109,36 @@ def check_kernel(device: torch.device, shape: AttentionShape, name: str) -> None
     _give_back(device)
 
 
-def _flops_per_second(device: torch.device, shape: AttentionShape, name: str, seconds: float) -> float:
+def _flops_per_second(
+    device: torch.device, shape: AttentionShape, name: str, seconds: float, truth: list[Tensor]
+) -> float:
+    """truth: results of the first kernel, which leaves them there."""
     call = _training_call(device, shape, name)
+    results = call()
+    if truth:
+        _compare(results, truth)
+    else:
+        truth += results
+    del results
     return shape.flops / (_device_seconds(call, seconds) if device.type == "cuda" else median_seconds(call, seconds))
 
 
-def _training_call(device: torch.device, shape: AttentionShape, name: str) -> Callable[[], None]:
-    of = shape.attention
+def _compare(results: Sequence[Tensor], truth: Sequence[Tensor]) -> None:
+    """Raise RuntimeError where they differ by more than rounding."""
+    for result, expected in zip(results, truth, strict=True):
+        difference = float((result - expected).float().norm() / expected.float().norm())
+        if not difference <= LARGEST_DIFFERENCE:
+            raise RuntimeError(f"its results differ from those of another kernel by {difference:.2g} of their size")
+
+
+def _training_call(device: torch.device, shape: AttentionShape, name: str) -> Callable[[], Sequence[Tensor]]:
+    """Returns output and gradients, of the same inputs each time."""
+    of, generator = shape.attention, torch.Generator(device).manual_seed(0)
 
     def make(num_heads: int, dim: int) -> Tensor:
         """(rows, heads, length, dim), with the heads of a token next to each other in memory."""
-        flat = torch.randn(shape.rows, shape.length, num_heads, dim, device=device, dtype=shape.dtype)
+        size = (shape.rows, shape.length, num_heads, dim)
+        flat = torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
         return flat.transpose(1, 2)
 
     query, gradient = make(of.num_heads, of.key_dim), make(of.num_heads, of.value_dim)
@@ -127,10 +151,10 @@ def _training_call(device: torch.device, shape: AttentionShape, name: str) -> Ca
         keys, values = (one.repeat_interleave(of.num_heads // of.num_kv_heads, dim=1) for one in (keys, values))
     inputs = [tensor.requires_grad_() for tensor in (query, keys, values)]
 
-    def call() -> None:
+    def call() -> Sequence[Tensor]:
         with sdpa_kernel(KERNELS[name]):
             output = scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None, enable_gqa=is_gqa)
-        torch.autograd.grad(output, inputs, gradient)
+        return output.detach(), *torch.autograd.grad(output, inputs, gradient)
 
     return call
 
@@ -143,7 +167,7 @@ def _mask(device: torch.device, shape: AttentionShape) -> Tensor:
     return one.expand(shape.rows, 1, -1, -1).contiguous()
 
 
-def _device_seconds(call: Callable[[], None], seconds: float) -> float:
+def _device_seconds(call: Callable[[], object], seconds: float) -> float:
     """Of one call, by the device's own clock: the median of the later rounds, when an idle one has woken up."""
 
     def rounds() -> Iterator[float]:
