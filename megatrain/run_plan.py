@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections import Counter
 
 import psutil
 import torch
@@ -18,6 +19,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent, machine_profile_path, user_path
 from megatrain.execute.engine import Engine
 from megatrain.plan.calibrate import Measured, calibrated
+from megatrain.plan.choice import Choice, Kept
 from megatrain.plan.explain import describe
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import nearest_machine
@@ -27,7 +29,6 @@ from megatrain.plan.planner import Planner
 from megatrain.plan.remedies import plan
 from megatrain.plan.replan import WORTH_A_CHANGE, Change, Spare, better_choice
 from megatrain.plan.rows import NUM_UPDATE_SLOTS, UPDATE_SLOT_BYTES
-from megatrain.plan.schedule import Choice
 from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
 from megatrain.spec.homes import Formats
@@ -75,7 +76,7 @@ def predict_run(engine: Engine, spec: ModelSpec, workload: Workload) -> Plan | N
         num_slots=placement.options.num_slots,
         places=tuple(placement.places[home] for home in placement.plans),
         activation_bytes=engine.activations.budget_bytes,
-        kept=len(placement.options.kept_layers),
+        kept=Kept(**Counter(placement.options.kept_layers.values())),
         group=placement.options.micro_batches_a_visit,
     )
     input_bytes = planner.maker.input_bytes(choice)
@@ -161,7 +162,7 @@ def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
         places=dict(zip(names, plan.choice.places, strict=True)),
         num_slots=plan.choice.num_slots,
         activation_bytes=activation_bytes,
-        kept_layers=tuple(plan.spec.layers[index].name for index in plan.choice.kept_layers(plan.spec)),
+        kept_layers={plan.spec.layers[at].name: keeps for at, keeps in plan.choice.kept_layers(plan.spec).items()},
         kept_bytes=plan.kept_bytes,
         micro_batches_a_visit=plan.choice.group,
         room_bytes=plan.timeline.rooms[RAM],

@@ -11,12 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.base.config import Config
 from megatrain.base.units import GB
+from megatrain.plan.choice import Choice
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import H200
 from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, HBM
 from megatrain.plan.planner import Planner
-from megatrain.plan.schedule import Choice
 from megatrain.plan.workload import Workload
 from megatrain.planning import outline_model
 from megatrain.spec.homes import Formats

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ def blocks_of(model: nn.Module) -> list[str]:
     return [layer.name for layer in the_engine(streamed).layers if layer.kind == "block"]
 
 
+def whole(names: Iterable[str]) -> dict[str, str]:
+    """They keep all that they compute inside."""
+    return dict.fromkeys(names, "all")
+
+
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     output = model(**batch)
     return output["loss"] if isinstance(output, dict) else output.loss
@@ -38,7 +44,7 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_kept_layers_give_the_bits_of_plain_pytorch(name: str) -> None:
     names = blocks_of(make_model(name))
-    plain, model = stream(make_model(name), kept_layers=names, **ROUGH)
+    plain, model = stream(make_model(name), kept_layers=whole(names), **ROUGH)
     assert_same_step(plain, model, lambda each: each(**make_batch()).loss)
     store = the_engine(model).insides
     assert store.num_kept > 0 and store.kept_bytes == 0
@@ -65,7 +71,7 @@ def _run(model: Stack, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_kept_layer_runs_once() -> None:
     calls: Counter[int] = Counter()
-    plain, model = counting_stack(calls, kept_layers=["blocks.1", "blocks.3"], **ROUGH)
+    plain, model = counting_stack(calls, kept_layers=whole(["blocks.1", "blocks.3"]), **ROUGH)
     batches = [make_batch(seed=seed) for seed in range(3)]
     thunks = [lambda batch=batch: loss_of(model, batch) for batch in batches]
     the_engine(model).accumulate(thunks)  # one of their kind is tried, and the last layer found
@@ -84,7 +90,7 @@ def test_a_kept_layer_runs_once() -> None:
 def test_no_result_of_training_depends_on_what_is_kept(precision: str, group: int | None) -> None:
     """Routed experts, tied weights, frozen layers, second passes, reads in between."""
     kept = [f"model.layers.{number}" for number in range(3)]
-    found, model = train(precision, kept_layers=kept, micro_batches_a_visit=group, **ROUGH)
+    found, model = train(precision, kept_layers=whole(kept), micro_batches_a_visit=group, **ROUGH)
     truth = the_truth(precision)
     if group is not None:  # embedding and head are one home: their parts are added in another order
         tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
@@ -103,7 +109,9 @@ def test_groups_of_micro_batches_are_plain_accumulation(name: str, group: int) -
     """Dropout draws the same numbers, and every sum has its order."""
     changes = {"attention_dropout": 0.2} if name == "llama" else {}
     kept = blocks_of(make_model(name, **changes))
-    plain, model = stream(make_model(name, **changes), micro_batches_a_visit=group, kept_layers=kept[1:], **ROUGH)
+    plain, model = stream(
+        make_model(name, **changes), micro_batches_a_visit=group, kept_layers=whole(kept[1:]), **ROUGH
+    )
     batches = [make_batch(length, seed=length) for length in (7, 12, 9, 5)]
     tied = [n for n, p in plain.named_parameters() if p is plain.get_input_embeddings().weight]
     is_tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
@@ -117,12 +125,14 @@ def test_groups_of_micro_batches_are_plain_accumulation(name: str, group: int) -
 
 def test_the_budget_holds_and_goes_to_the_first_that_ask() -> None:
     calls: Counter[int] = Counter()
-    _, free = counting_stack(calls, kept_layers=[f"blocks.{number}" for number in range(4)])
+    _, free = counting_stack(calls, kept_layers=whole([f"blocks.{number}" for number in range(4)]))
     for _ in range(2):  # in the first, one of their kind is tried
         loss_of(free, make_batch()).backward()
     each = the_engine(free).insides.most_kept_bytes // 4
     assert each > 0
-    _, model = counting_stack(calls, kept_layers=[f"blocks.{number}" for number in range(4)], kept_bytes=2 * each)
+    _, model = counting_stack(
+        calls, kept_layers=whole([f"blocks.{number}" for number in range(4)]), kept_bytes=2 * each
+    )
     store = the_engine(model).insides
     loss_of(model, make_batch()).backward()
     for _ in range(2):
@@ -136,7 +146,7 @@ def test_the_budget_holds_and_goes_to_the_first_that_ask() -> None:
 
 
 def test_what_is_dropped_gives_its_bytes_back() -> None:
-    _, model = counting_stack(Counter(), kept_layers=["blocks.0", "blocks.2"])
+    _, model = counting_stack(Counter(), kept_layers=whole(["blocks.0", "blocks.2"]))
     store = the_engine(model).insides
     loss_of(model, make_batch()).backward()
     loss = loss_of(model, make_batch())
@@ -169,7 +179,7 @@ class Holding(Block):
 def test_a_layer_that_holds_on_to_its_weights_is_recomputed() -> None:
     torch.manual_seed(0)
     names = [f"blocks.{number}" for number in range(3)]
-    plain, model = stream(Stack([Holding(16), Block(16), Holding(16)], _run), kept_layers=names, **ROUGH)
+    plain, model = stream(Stack([Holding(16), Block(16), Holding(16)], _run), kept_layers=whole(names), **ROUGH)
     for _ in range(2):
         assert_same_step(plain, model, lambda each: loss_of(each, make_batch()))
     assert the_engine(model).insides.num_kept == 3, "two of the block in the middle, one on trial"
@@ -194,7 +204,7 @@ def test_a_result_that_was_changed_is_computed_again() -> None:
     names = [f"blocks.{number}" for number in range(3)]
     _, recomputed = stream(Stack([TanhBlock(16) for _ in range(3)], run), **ROUGH)
     torch.manual_seed(0)
-    _, kept = stream(Stack([TanhBlock(16) for _ in range(3)], run), kept_layers=names, **ROUGH)
+    _, kept = stream(Stack([TanhBlock(16) for _ in range(3)], run), kept_layers=whole(names), **ROUGH)
     outcomes = []
     for model in (recomputed, kept):
         try:
@@ -209,7 +219,7 @@ def test_a_result_that_was_changed_is_computed_again() -> None:
 
 def test_a_second_backward_of_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.{number}" for number in range(3)]
-    plain, model = stream(make_model("llama"), kept_layers=names, **ROUGH)
+    plain, model = stream(make_model("llama"), kept_layers=whole(names), **ROUGH)
     for each in (plain, model):
         loss = each(**make_batch()).loss
         loss.backward(retain_graph=True)
@@ -219,7 +229,7 @@ def test_a_second_backward_of_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_gradients_of_inputs_are_asked_for_by_name() -> None:
     names = [f"model.layers.{number}" for number in range(3)]
-    plain, model = stream(make_model("llama"), kept_layers=names, **ROUGH)
+    plain, model = stream(make_model("llama"), kept_layers=whole(names), **ROUGH)
     found = []
     for each in (plain, model):
         embeds = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
@@ -234,13 +244,13 @@ def test_gradients_of_inputs_are_asked_for_by_name() -> None:
 def test_homes_anywhere(places: str, tmp_path: Any) -> None:
     mt.init(device="cpu", offload_dir=tmp_path)
     names = [f"model.layers.{number}" for number in range(3)]
-    plain, model = stream(make_model("llama"), kept_layers=names, places=places, micro_batches_a_visit=1)
+    plain, model = stream(make_model("llama"), kept_layers=whole(names), places=places, micro_batches_a_visit=1)
     assert_same_accumulation(plain, model, [make_batch(n, seed=n) for n in (6, 9, 7)], loss_of)
 
 
 def test_an_optimizer_step_between_forward_and_backward_is_refused_as_ever() -> None:
     names = [f"model.layers.{number}" for number in range(3)]
-    _, model = stream(make_model("llama"), kept_layers=names)
+    _, model = stream(make_model("llama"), kept_layers=whole(names))
     optimizer = mt.optim.AdamW(model, lr=1e-2)
     model(**make_batch()).loss.backward()
     loss = model(**make_batch()).loss
@@ -253,7 +263,7 @@ def test_memory_that_lacks_gives_kept_layers_up_first(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [f"model.layers.{number}" for number in range(3)]
-    plain, model = stream(make_model("llama"), kept_layers=names)
+    plain, model = stream(make_model("llama"), kept_layers=whole(names))
     engine, visit = the_engine(model), Engine.visit
     failed: list[bool] = []
 

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB, GIB
+from megatrain.plan.choice import Choice
 from megatrain.plan.cost import ALLOCATOR_GAPS, working_bytes
 from megatrain.plan.explain import bottleneck, conventional_bytes, conventional_state_bytes, memory_table
 from megatrain.plan.flops import model_work
@@ -26,7 +27,7 @@ from megatrain.plan.placement import CPU, HBM, TIERS, Place
 from megatrain.plan.planner import CLOSE, DISK_PRICE, ROOM_PRICE, Planner
 from megatrain.plan.remedies import largest_context, plan
 from megatrain.plan.rows import Placement, memory_rows
-from megatrain.plan.schedule import SETTLING_STEPS, Choice
+from megatrain.plan.schedule import SETTLING_STEPS
 from megatrain.plan.timeline import CONTEXT_BYTES, PROCESS_BYTES, ROOM_SLACK, TimelineMaker
 from megatrain.plan.workload import Workload
 from megatrain.spec.formats import most_moment_bytes

@@ -20,9 +20,9 @@ from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.plan.calibrate import Measured
+from megatrain.plan.choice import Choice
 from megatrain.plan.placement import CPU, HBM, STREAM
 from megatrain.plan.replan import Change
-from megatrain.plan.schedule import Choice
 
 MEASURED = Measured(step=1.0, stalls=0.0, cpu_update=0.5)
 

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 import megatrain as mt
 from megatrain.base.config import Config
 from megatrain.base.units import GIB
+from megatrain.plan.choice import Kept
 from megatrain.plan.machines import H200
 from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, HBM, Place
@@ -100,7 +101,7 @@ def test_updates_that_wait_for_the_disk_one_after_the_other_are_predicted() -> N
     assert best is not None
     on_disk = Place(moments="disk")
     places = tuple(HBM if i < 36 else on_disk if 55 <= i <= 66 else CPU for i in range(len(planner.spec.homes)))
-    as_run = {"places": places, "num_slots": 1, "activation_bytes": 716_117_899, "kept": 0, "group": None}
+    as_run = {"places": places, "num_slots": 1, "activation_bytes": 716_117_899, "kept": Kept(), "group": None}
     plan = planner.plan_of(dataclasses.replace(best.choice, **as_run))
     assert plan.step_seconds == pytest.approx(40.83, rel=0.05)
     assert plan.timeline.peak("hbm") / GIB == pytest.approx(129.64 + 0.5, rel=0.01)

@@ -54,7 +54,7 @@ PLANS: dict[str, tuple[dict[str, Any], Counts]] = {
     # Twice the visits, and gradients leave once all the same.
     "two groups": ({"micro_batches_a_visit": 1}, Counts(4, 2, 11, 6 * BLOCK + 5 * EDGE, 6, 81, 18)),
     "kept": (
-        {"kept_layers": ("model.layers.1", "model.layers.2")},
+        {"kept_layers": {"model.layers.1": "all", "model.layers.2": "all"}},
         Counts(2, 1, 7, 4 * BLOCK + 3 * EDGE, 6, 76, 9),
     ),
     "on the device": ({"places": "hbm"}, Counts(2, 1, 0, 0, 6, 88, 9)),

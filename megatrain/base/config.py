@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ LEAST_LINK_GB_S = 0.001
 GRADIENTS = ("fp32", "bf16")
 ON_SAVE_ERROR = ("warn", "stop")
 ATTENTION = ("torch", "flash", "cudnn", "efficient", "math")
+KEEPS = {"all": 1.0, "products": 0.7, "input": 0.0}
+"""What a layer keeps for its backward -> PyTorch's name for it, an activation_memory_budget (docs/decisions.md says why
+these): all that a fast backward wants; what matrix products and attention give, the rest being computed again; or its
+input alone."""
 
 
 TWO_BITS = (
@@ -233,12 +237,12 @@ class StreamOptions:
     activation_bytes: int | None = None
     """Boundary activations that may stay on the device. None: a share of the device memory that is left."""
 
-    kept_layers: Collection[str] = ()
-    """Names of layers that keep what they compute inside on the device, from their forward to their backward, in place
-    of computing it again."""
+    kept_layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Layers that keep something of what they compute inside on the device, from their forward to their backward, in
+    place of computing it again; by name, with what (`KEEPS`). Less than "all" is for compiled layers."""
 
     kept_bytes: int | None = None
-    """What that may take. None: no bound."""
+    """What all that may take. None: no bound."""
 
     micro_batches_a_visit: int | None = None
     """So many micro-batches have their forward and backward together, in two visits of each layer. None: all of a
@@ -274,6 +278,9 @@ class StreamOptions:
             is_count = isinstance(value, int) and not isinstance(value, bool)
             if not (is_left_out or (is_count and value >= least)):
                 raise UserError(f"{name}={value!r} must be a whole number and at least {least}")
+        for name, keeps in self.kept_layers.items():
+            if keeps not in KEEPS:
+                raise UserError(f"kept_layers: {name!r} cannot keep {keeps!r}: use one of {tuple(KEEPS)}")
         delay = self.lane_delay_seconds
         if not isinstance(delay, (int, float)) or isinstance(delay, bool) or not 0 <= delay < math.inf:
             raise UserError(f"lane_delay_seconds={delay!r} must be a finite number of seconds and not negative")

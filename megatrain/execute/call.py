@@ -90,7 +90,8 @@ class Call:
         # As in plain autograd, what was frozen in the forward gets no gradient.
         self.trained = layer.trainable_fields()
         self.keep_graph = run is not None and run.keeps_graph
-        self._insides = None if self.keep_graph else engine.insides.offer(layer, self.tensors)
+        offer = engine.insides.offer
+        self._insides = None if self.keep_graph else offer(layer, self.tensors, is_eager=self._is_eager)
         self.kept: LayerGraph | None = None
         self.is_differentiable: list[bool] = []
         self._num_results = 0
@@ -108,7 +109,7 @@ class Call:
         if has_graph:
             self._guard(inputs, params)
         with self._graph_mode(has_graph, None if insides is None else insides.saving(params)):
-            results = self._run(inputs, params, is_recomputation=False)
+            results = self._run(inputs, params, insides, is_recomputation=False)
         if [tensor._version for tensor in self.tensors] != versions:
             raise UserError(_in_place(self.layer.name))
         self._num_results = len(results)
@@ -121,7 +122,7 @@ class Call:
             self.kept = LayerGraph([*results, *shared], inputs, params, insides)
         if insides is not None:
             insides.settle(self.kept.outputs)
-            self._try_keeping(params)
+            self._try_keeping(params, insides)
         return (*outputs, *(s.new_empty(()).expand(s.shape).detach() for s in shared))
 
     def publish(self, outputs: Sequence[torch.Tensor], own: OwnAttributes | None) -> Any:
@@ -197,18 +198,21 @@ class Call:
         inputs = self._detached(tensors, requires_grad=True)
         saving = contextlib.nullcontext() if insides is None else insides.saving(params)
         with self.context.restored(), torch.enable_grad(), saving:
-            results = self._run(inputs, params, is_recomputation=True)
+            results = self._run(inputs, params, insides, is_recomputation=True)
         # Each time: a layer may come to use a foreign tensor later, and a GPU's or compiled forward shows no graph.
         num_uses(self.layer.name, results, inputs, list(params.values()))
         return LayerGraph([*results, *(inputs[index] for index in self._shared)], inputs, params, insides)
 
-    def _try_keeping(self, params: Views) -> None:
+    def _try_keeping(self, params: Views, insides: Insides) -> None:
         """Behind a forward whose graph is kept: see whether that may be (`execute/insides.py`), if it is not known."""
         store = self.engine.insides
-        if store.is_tried(self.layer):
+        if insides.kind.keeps != "all" and self.context.has_drawn():
+            store.judge(insides, "draws random numbers, which a backward that computes again cannot draw once more")
+            self.drop_kept()
+        if store.is_tried(insides.kind):
             return
         copy = self.layer.views(params.weights.clone())
-        graph = self._recompute(copy, self.tensors, Insides(store, self.layer.name, self.tensors))
+        graph = self._recompute(copy, self.tensors, Insides(store, self.layer.name, insides.kind, self.tensors))
         copy.weights.fill_(POISON)
         grads = [torch.ones_like(output) if output.requires_grad else None for output in graph.outputs]
         is_fit = not has_nan(graph.gradients(params, grads, self.trained, retain_graph=False))
@@ -216,7 +220,7 @@ class Call:
             # Perhaps they are the model's own.
             truth = self._recompute(params, self.tensors)
             is_fit = has_nan(truth.gradients(params, grads, self.trained, retain_graph=False))
-        store.judge(self.layer, is_fit=is_fit)
+        store.judge(insides, "" if is_fit else "holds on to its weights in a way of its own")
         if not is_fit:
             self.drop_kept()
 
@@ -246,8 +250,10 @@ class Call:
         flags = zip(tensors, self.needs_grad, strict=True)
         return [tensor.detach().requires_grad_(requires_grad and needs) for tensor, needs in flags]
 
-    def _run(self, inputs: list[torch.Tensor], params: Views, *, is_recomputation: bool) -> list[torch.Tensor]:
-        """Run the layer; returns its tensor outputs."""
+    def _run(
+        self, inputs: list[torch.Tensor], params: Views, insides: Insides | None, *, is_recomputation: bool
+    ) -> list[torch.Tensor]:
+        """Run the layer; returns its tensor outputs. insides: where they are kept."""
         filling = Filling(inputs)
         args, kwargs = filling.fill(self._arguments)
         copies = [filling.made[node] for node in self._mutable]
@@ -258,7 +264,8 @@ class Call:
             setting_attributes(self.layer.own_modules) as attributes,
             self.engine.in_model(self.layer),
         ):
-            result = (self.layer.run if self._is_eager else self.layer.run_training)(args, kwargs)
+            keeps = "all" if insides is None else insides.kind.keeps
+            result = self.layer.run(args, kwargs) if self._is_eager else self.layer.run_training(args, kwargs, keeps)
         taker = Taker()
         if is_recomputation:
             self._take(taker, (result, recorded, attributes), inputs, copies, inputs, copies)

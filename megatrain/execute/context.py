@@ -110,6 +110,10 @@ class CallContext:
 
         self._attributes: Attributes = {}
 
+    def has_drawn(self) -> bool:
+        """Whether random numbers have been drawn since it was captured."""
+        return not RngState.get(self._device).equals(self._rng)
+
     def forward_done(self, changed: Iterable[Place]) -> None:
         """`changed`: attributes that the forward has set. They hold their old values still."""
         left = _buffers_of(self._modules)

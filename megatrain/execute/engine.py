@@ -38,7 +38,7 @@ from megatrain.execute.passes import Passes
 from megatrain.execute.report import RunReport, run_stats
 from megatrain.execute.retry import accumulate_with_room
 from megatrain.execute.runs import Run, current_run
-from megatrain.execute.templates import compile_templates, kinds_of
+from megatrain.execute.templates import compile_templates, kept_kinds
 from megatrain.execute.transports import make_transport
 from megatrain.execute.visits import Visits, told_to_recorder
 from megatrain.plan.outcome import Plan
@@ -136,7 +136,8 @@ class Engine:
             send=self.transport.send,
             bring=self.transport.bring,
         )
-        self.insides = InsidesStore(kinds_of(layers, self.options.kept_layers), self.options.kept_bytes)
+        kinds = kept_kinds(layers, self.options.kept_layers, compiled=self.config.compile)
+        self.insides = InsidesStore(kinds, self.options.kept_bytes, compiled=self.config.compile)
         self.fetcher = Fetcher(self, resident)
         self.attention = AttentionKernels()
         self.is_collecting = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatrain.base.config import Config
 from megatrain.base.units import GB, format_bytes, format_count, format_number
 from megatrain.execute.templates import group_templates
+from megatrain.plan.explain import describe_kept
 from megatrain.plan.placement import DISK_TIER, PARTS, RAM
 from megatrain.plan.rows import memory_rows
 from megatrain.spec.homes import Formats
@@ -52,6 +53,7 @@ def describe_run(engine: Engine) -> str:
     living = f" ({format_number(num_on_device, 'home')} on it)" if num_on_device else ""
     on_disk = _describe_disk(engine)
     compiled = ", blocks compiled at their first call" if engine.config.compile else ""
+    kept = f"; {describe_kept(engine.plan)}" if engine.plan is not None and any(engine.plan.choice.kept) else ""
     attention = f", {engine.attention.describe()}" if engine.attention.order else ""
     checked = ", transfers checked" if engine.transport.hops.verifies else ""
     throttle = engine.transport.hops.throttle
@@ -59,7 +61,7 @@ def describe_run(engine: Engine) -> str:
     return (
         f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
         f"{len(engine.layers) - num_blocks} other layers streamed through {engine.device}{living}; "
-        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}{held}"
+        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}{held}{kept}"
     )
 
 

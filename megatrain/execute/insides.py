@@ -11,6 +11,9 @@ Rule: no gradient is taken from a slot that was filled again. A layer that holds
 autograd's own (an attribute of a function's context) would do that. So behind its first forward one layer of each kind
 is tried: it runs again on a copy of the weights, which is poisoned before a backward. If that shows in its gradients,
 layers of this kind are recomputed. So is a call whose result was changed in place since.
+
+A compiled layer may keep less than all, and then has a backward that computes the rest again. That one would draw other
+random numbers than the forward did: a call that drew any is recomputed, with all of its kind.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from megatrain.execute.context import without_saved_tensor_hooks
 
 if TYPE_CHECKING:
     from megatrain.execute.layer import StreamedLayer, Views
+    from megatrain.execute.templates import Kind
 
 logger = logging.getLogger("megatrain")
 
@@ -47,18 +51,19 @@ class _Note(NamedTuple):
 class InsidesStore:
     """
     Args:
-        kinds: layers that keep what they compute inside, by name; those of a kind run the same code.
+        kinds: layers that keep something of what they compute inside, by name.
         budget_bytes: what all of it may take on the device; None: no bound.
+        compiled: layers can keep less than all.
     """
 
-    def __init__(self, kinds: Mapping[str, Hashable], budget_bytes: int | None = None) -> None:
-        self._kinds = kinds
+    def __init__(self, kinds: Mapping[str, Kind], budget_bytes: int | None = None, *, compiled: bool = False) -> None:
+        self._kinds, self._compiled = kinds, compiled
         self._budget_bytes = sys.maxsize if budget_bytes is None else budget_bytes
         self.kept_bytes = self.most_kept_bytes = 0
         self.num_kept = 0
         self._bytes_per_element: dict[str, float] = {}
         """By layer: of what it kept last, for each element of its arguments."""
-        self._is_fit: dict[Hashable, bool] = {}
+        self._is_fit: dict[Kind, bool] = {}
         """By kind, once one of it was tried."""
 
     @property
@@ -66,31 +71,34 @@ class InsidesStore:
         """Nothing is kept, nor will be."""
         return not self._kinds or self._budget_bytes == 0
 
-    def offer(self, layer: StreamedLayer, arguments: Sequence[torch.Tensor]) -> Insides | None:
-        """For a call of `layer`; None: it is to recompute."""
+    def offer(self, layer: StreamedLayer, arguments: Sequence[torch.Tensor], *, is_eager: bool) -> Insides | None:
+        """For a call of `layer`; None: it is to recompute. is_eager: it is not compiled, and could keep all alone."""
         kind = self._kinds.get(layer.name)
-        if kind is None or not self._is_fit.get(kind, True) or not self._has_room(layer.name, arguments):
+        if kind is None or not self._is_fit.get(kind, True) or (is_eager and kind.keeps != "all"):
             return None
-        return Insides(self, layer.name, arguments)
+        return Insides(self, layer.name, kind, arguments) if self._has_room(layer.name, arguments) else None
 
-    def reduce(self) -> bool:
-        """Keep nothing from now on. False: nothing was kept."""
-        was_empty = self.is_empty
+    def reduce(self) -> str:
+        """Keep less from now on: of compiled layers the input alone, then nothing. Returns in words what the others
+        do; nothing where nothing was kept."""
+        if self.is_empty:
+            return ""
+        if self._compiled and any(kind.keeps != "input" for kind in self._kinds.values()):
+            self._kinds = {name: kind._replace(keeps="input") for name, kind in self._kinds.items()}
+            self._bytes_per_element.clear()
+            return "layers keep their input alone, and their backward computes the rest again"
         self._budget_bytes = 0
-        return not was_empty
+        return "every layer is computed again in the backward"
 
-    def is_tried(self, layer: StreamedLayer) -> bool:
-        """One of its kind was."""
-        return self._kinds[layer.name] in self._is_fit
+    def is_tried(self, kind: Kind) -> bool:
+        """One of it was."""
+        return kind in self._is_fit
 
-    def judge(self, layer: StreamedLayer, *, is_fit: bool) -> None:
-        """Behind the trial of a layer."""
-        self._is_fit[self._kinds[layer.name]] = is_fit
-        if not is_fit:
-            logger.info(
-                "%s holds on to its weights in a way of its own: layers of its kind are computed again in the backward",
-                layer.name,
-            )
+    def judge(self, insides: Insides, why_not: str = "") -> None:
+        """Behind the trial of a layer. why_not: in words, if its kind is not to keep anything."""
+        self._is_fit[insides.kind] = not why_not
+        if why_not:
+            logger.info("%s %s: layers of its kind are computed again in the backward", insides.name, why_not)
 
     def _has_room(self, name: str, arguments: Sequence[torch.Tensor]) -> bool:
         """By what the layer's last call took; one that was never called takes what the most demanding other does."""
@@ -108,8 +116,8 @@ class InsidesStore:
 class Insides:
     """What autograd saves in one forward. Goes with its call, or when that drops it."""
 
-    def __init__(self, store: InsidesStore, name: str, arguments: Sequence[torch.Tensor]) -> None:
-        self.name, self.num_bytes = name, 0
+    def __init__(self, store: InsidesStore, name: str, kind: Kind, arguments: Sequence[torch.Tensor]) -> None:
+        self.name, self.kind, self.num_bytes = name, kind, 0
         self.num_elements = _num_elements(arguments)
         self._store, self._is_counted = store, False
         # Masks and positions are there anyway, for all layers.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -41,6 +41,15 @@ class Views(dict[Field, torch.Tensor]):
         return _storage(tensor) == self._storage
 
 
+class Compiled(NamedTuple):
+    """Forwards of one kind of block: (module, *args, **kwargs) -> result."""
+
+    plain: Callable[..., Any]
+    """Without gradients."""
+    keeping: Mapping[str, Callable[..., Any]]
+    """By what is kept for the backward (`base/config.py:KEEPS`)."""
+
+
 class StreamedLayer:
     """One layer of the model and the home its weights come from.
 
@@ -57,7 +66,7 @@ class StreamedLayer:
         self.module = found.module
         self.modules = list(found.module.modules())
         self.forward = _forward_of(found.module)
-        self.compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self.compiled: Compiled | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
         self.own_modules = [module for module in self.modules if not _is_torchs_own(module)]
         """Those whose forward may set attributes."""
@@ -89,11 +98,12 @@ class StreamedLayer:
         """The forward that the module's authors wrote. Enter with weights bound."""
         return self.forward(self.module, *args, **kwargs)
 
-    def run_training(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """`run`, compiled if the engine compiles."""
+    def run_training(self, args: tuple, kwargs: dict[str, Any], keeps: str = "all") -> Any:
+        """`run`, compiled if the engine compiles. keeps: what of it is kept for its backward, in grad mode."""
         if self.compiled is None:
             return self.run(args, kwargs)
-        return self.compiled[torch.is_grad_enabled()](self.module, *args, **kwargs)
+        run = self.compiled.keeping[keeps] if torch.is_grad_enabled() else self.compiled.plain
+        return run(self.module, *args, **kwargs)
 
     def views(self, weights: torch.Tensor) -> Views:
         """The layer's parameters in `weights` (flat uint8 on the device).

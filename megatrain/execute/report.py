@@ -133,6 +133,8 @@ class RunReport:
             for tier, num_bytes in measured.items()
             if num_bytes or planned.get(tier)
         ]
+        if plan is not None and plan.kept_bytes:
+            parts.append(f"kept in layers {_pair(format_bytes, plan.kept_bytes, self._engine.insides.most_kept_bytes)}")
         parts += self._faults()
         head = "measured" if plan is None else f"predicted ({plan.machine.source}) -> measured"
         return f"megatrain: {head}, {workload.num_sequences} x {workload.length} tokens a step: {', '.join(parts)}"

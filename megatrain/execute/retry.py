@@ -92,8 +92,8 @@ def _let_go(error: BaseException | None) -> None:
 
 def _keep_less(engine: Engine) -> bool:
     """Keep less of layers on the device from now on, and say so. False: nothing is kept there already."""
-    if engine.insides.reduce():
-        _say_slower(engine, "every layer is computed again in the backward")
+    if what := engine.insides.reduce():
+        _say_slower(engine, what)
         return True
     activations = engine.activations
     if activations.budget_bytes == 0:

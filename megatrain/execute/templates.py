@@ -8,15 +8,17 @@ its list is not behaviour.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
+from megatrain.base.config import KEEPS
 from megatrain.base.errors import UserError
 from megatrain.execute.attention import AttentionKernels
-from megatrain.execute.layer import StreamedLayer
+from megatrain.execute.layer import Compiled, StreamedLayer
 
 if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
@@ -24,9 +26,16 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SKIPPED = {"training", "_streamed_layer", "_streamed_call"}
 
-
 Positional = frozenset[tuple[int, str]]
 """(index of the module in the layer, attribute) of integers that only count the layer's place in its list."""
+
+
+class Kind(NamedTuple):
+    """What layers have in common that keep the same of the same code."""
+
+    template: int
+    keeps: str
+    """Of `base/config.py:KEEPS`."""
 
 
 def signature(layer: StreamedLayer, positional: Positional) -> Hashable:
@@ -54,30 +63,34 @@ def group_templates(layers: list[StreamedLayer]) -> dict[Hashable, list[Streamed
     return groups
 
 
-def kinds_of(layers: list[StreamedLayer], names: Collection[str]) -> dict[str, int]:
-    """Of the blocks of these names: those of one kind, a number, run the same code. Raises UserError for others."""
-    if not names:
+def kept_kinds(layers: list[StreamedLayer], kept: Mapping[str, str], *, compiled: bool) -> dict[str, Kind]:
+    """By name, of the blocks that keep something. Raises UserError for others, and for what only compiled ones can."""
+    if not kept:
         return {}
     groups = group_templates(layers).values()
     kinds = {layer.name: number for number, members in enumerate(groups) for layer in members}
-    unknown = [name for name in names if name not in kinds]
-    if unknown:
-        raise UserError(f"kept_layers: {unknown[0]!r} is no block of this model: its blocks are {', '.join(kinds)}")
-    return {name: kinds[name] for name in names}
+    for name, keeps in kept.items():
+        if name not in kinds:
+            raise UserError(f"kept_layers: {name!r} is no block of this model: its blocks are {', '.join(kinds)}")
+        if not compiled and keeps != "all":
+            raise UserError(f"kept_layers: {name!r} can keep {keeps!r} where it is compiled: set compile=True")
+    return {name: Kind(kinds[name], keeps) for name, keeps in kept.items()}
 
 
 def compile_templates(layers: list[StreamedLayer]) -> None:
-    """Give the blocks compiled forwards: one without and one with gradients a template.
+    """Give the blocks compiled forwards: for a template one without gradients, and one for each of what a layer may
+    keep for its backward. Each is compiled when it is first called.
 
     They are separate callables with code objects of their own: one compiled function used with and without gradients,
     or for several templates, hits dynamo's recompilation limit and silently falls back to eager.
     """
     for number, members in enumerate(group_templates(layers).values()):
         forward = members[0].forward
-        plain = _compiled(forward, f"template{number}_forward")
-        differentiable = _compiled(forward, f"template{number}_recompute")
+        plain = _compiled(forward, f"template{number}_forward", Compiler())
+        keeping = {name: _compiled(forward, f"template{number}_{name}", Compiler(budget))
+                   for name, budget in KEEPS.items()}  # fmt: skip
         for layer in members:
-            layer.compiled = (plain, differentiable)
+            layer.compiled = Compiled(plain, keeping)
 
 
 def prefer_attention(engine: Engine, kernels: AttentionKernels) -> None:
@@ -87,13 +100,36 @@ def prefer_attention(engine: Engine, kernels: AttentionKernels) -> None:
     engine.attention = kernels
 
 
-def _compiled(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+class Compiler:
+    """Inductor, as a backend of torch.compile.
+
+    Args:
+        budget: what the forward leaves to its backward (PyTorch's activation_memory_budget). It is decided when a graph
+            is taken apart into the two, which is here, and set for that alone: what a user compiles is not touched.
+    """
+
+    def __init__(self, budget: float = 1.0) -> None:
+        self._budget = budget
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with functorch_config.patch(activation_memory_budget=self._budget):
+            return generate(graph, inputs)
+
+
+def generate(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Inductor's code for it."""
+    from torch._inductor.compile_fx import compile_fx  # takes a second
+
+    # Dropout must draw the same numbers in all callables: random operations stay those of eager mode.
+    return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+
+
+def _compiled(forward: Callable[..., Any], name: str, compiler: Compiler) -> Callable[..., Any]:
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(module, *args, **kwargs)
 
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
-    # Dropout must draw the same numbers in both callables: random operations stay those of eager mode.
-    return torch.compile(own, options={"fallback_random": True})
+    return torch.compile(own, backend=compiler)
 
 
 def _counts_position(layer: StreamedLayer) -> Positional:

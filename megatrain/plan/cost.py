@@ -9,7 +9,9 @@ token eager, 159 compiled), the constant to whole steps of 3B and 7B (docs/perfo
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatrain.plan.machine import Machine
@@ -28,6 +30,12 @@ KEPT_PER_HIDDEN = 5.5
 """Numbers (of the compute dtype) that the backward of a layer keeps, a token: so many for each output of its matrix
 products, and for each element of the hidden state. Qwen2-7B: 238 KB in bf16, against 233 measured."""
 COMPILED_ACTIVATIONS = 0.68
+PRODUCTS_PASSES = 0.55
+"""Activations that pass through device memory in a backward that finds products alone and computes the rest again."""
+LAST_PRODUCT = 0.28
+"""Of a forward's products, that of its last one, of which no backward needs the result. Both as measured: 629 TFLOPS
+of forward and backward with the products kept, 514 with the input alone, against 634 with all and 484 with a second
+forward (16 x 1024 tokens; 107, 7 and 159 KB kept a token)."""
 
 FORWARD_PASSES = {False: 3.2, True: 0.4}
 BACKWARD_PASSES = {False: 9.7, True: 5.7}
@@ -70,9 +78,12 @@ class VisitCost:
     forward: float
     backward: float
     """With recomputation; 0 for a head, whose backward is in the same visit."""
-    kept_forward: float
-    kept_backward: float
-    """Of a layer that keeps what it computes inside."""
+    kept: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """The same of a layer that keeps something of what it computes inside, by what (`base/config.py:KEEPS`)."""
+
+    def seconds(self, keeps: str | None) -> tuple[float, float]:
+        """Forward and backward. keeps: None for nothing."""
+        return (self.forward, self.backward) if keeps is None else self.kept[keeps]
 
 
 def visit_cost(
@@ -84,7 +95,7 @@ def visit_cost(
     sums = num_micro * SUM_TRAFFIC_BYTES * home.numel / machine.hbm_bytes_per_second
     if layer.kind == "embedding":
         looked_up = 4 * compute_bytes(spec) * spec.hidden_size * tokens / machine.hbm_bytes_per_second
-        return _always(forward=looked_up, backward=looked_up + sums)
+        return VisitCost(forward=looked_up, backward=looked_up + sums)
     rate = machine.matmul_flops_per_second if spec.formats.precision == "bf16" else machine.fp32_flops_per_second
     products = 2 * layer.matrix_parameters * tokens / rate
     weights = wire_bytes(home.fields) / machine.hbm_bytes_per_second
@@ -95,7 +106,7 @@ def visit_cost(
         # Each piece adds to a sum of the micro-batch; that is scaled, and added to the sum of the pass.
         sums *= 1 if num_pieces == 1 else num_pieces + 2
         of_pieces = num_micro * num_pieces * (3 * weights + launches)
-        return _always(forward=3 * products + of_pieces + logits + sums, backward=0.0)
+        return VisitCost(forward=3 * products + of_pieces + logits + sums, backward=0.0)
     weights *= num_micro
     attention = 0.0
     if layer.attention is not None:
@@ -104,14 +115,19 @@ def visit_cost(
     passing = activation_bytes(spec, layer, compiled=False) * tokens / machine.hbm_bytes_per_second
     forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
     backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
+    again = forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS
+    once = backward + sums + num_micro * (BACKWARD_LAUNCH_SECONDS - FORWARD_LAUNCH_SECONDS)
+    forward += num_micro * FORWARD_LAUNCH_SECONDS
+    num_bytes = kept_bytes(spec, layer, compiled=compiled)
     # Compiled code that keeps nothing writes nothing.
-    written = COMPILED_ACTIVATIONS * passing if compiled else 0.0
-    return VisitCost(
-        forward=forward + num_micro * FORWARD_LAUNCH_SECONDS,
-        backward=forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS,
-        kept_forward=forward + written + num_micro * FORWARD_LAUNCH_SECONDS,
-        kept_backward=backward + sums + num_micro * (BACKWARD_LAUNCH_SECONDS - FORWARD_LAUNCH_SECONDS),
-    )
+    written = {
+        name: num * tokens / machine.hbm_bytes_per_second if compiled else 0.0 for name, num in num_bytes.items()
+    }
+    kept = {"all": (forward + written["all"], once)}
+    if len(written) > 1:
+        kept["products"] = (forward + written["products"], once + PRODUCTS_PASSES * passing)
+        kept["input"] = (forward, again - LAST_PRODUCT * products)
+    return VisitCost(forward=forward, backward=again, kept=kept)
 
 
 def attention_rate(machine: Machine, spec: ModelSpec, length: int, rate: float) -> float:
@@ -134,11 +150,6 @@ def pieces_of(spec: ModelSpec, layer: LayerSpec, tokens: int) -> int:
     return max(1, -(-tokens // tokens_at_once(spec.vocabulary_size)))
 
 
-def _always(forward: float, backward: float) -> VisitCost:
-    """Of a layer that keeps nothing in any case."""
-    return VisitCost(forward=forward, backward=backward, kept_forward=forward, kept_backward=backward)
-
-
 def compute_bytes(spec: ModelSpec) -> int:
     """Of a number that the device computes with."""
     return 2 if spec.formats.precision == "bf16" else 4
@@ -150,9 +161,23 @@ def activation_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> fl
     return compute_bytes(spec) * numbers * (COMPILED_ACTIVATIONS if compiled else 1.0)
 
 
-def inside_bytes(spec: ModelSpec, layer: LayerSpec, num_tokens: int, *, compiled: bool) -> int:
+def kept_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> dict[str, float]:
+    """Of a block that keeps something of what it computes inside, a token; by what it can keep. Not compiled, or where
+    it draws random numbers, which a backward that computes again would not draw once more: all."""
+    kept = {"all": activation_bytes(spec, layer, compiled=compiled)}
+    if compiled and not layer.has_dropout:
+        # Nobody needs what the last product gives, but the layer's input.
+        attention = layer.attention
+        mixed = spec.hidden_size if attention is None else attention.num_heads * attention.value_dim
+        kept["products"] = compute_bytes(spec) * (layer.output_width + mixed)
+        kept["input"] = compute_bytes(spec) * spec.hidden_size
+    return kept
+
+
+def inside_bytes(spec: ModelSpec, layer: LayerSpec, keeps: str, num_tokens: int, *, compiled: bool) -> int:
     """Device memory of what a block keeps of so many tokens, its input among it."""
-    return int(ALLOCATOR_GAPS * num_tokens * activation_bytes(spec, layer, compiled=compiled))
+    gaps = 1.0 if keeps == "input" else ALLOCATOR_GAPS
+    return int(gaps * num_tokens * kept_bytes(spec, layer, compiled=compiled)[keeps])
 
 
 def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> int:
@@ -170,8 +195,8 @@ def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: i
         is_one = rows >= workload.num_sequences
         logit_bytes = LOGIT_BYTES + (0 if is_one else EARLIER_LOGIT_BYTES)
         return int(ALLOCATOR_GAPS * tokens * spec.vocabulary_size * logit_bytes)
-    kept_bytes = activation_bytes(spec, layer, compiled=compiled) if layer.kind == "block" else 0
-    return int(ALLOCATOR_GAPS * tokens * kept_bytes)
+    numbers = activation_bytes(spec, layer, compiled=compiled) if layer.kind == "block" else 0
+    return int(ALLOCATOR_GAPS * tokens * numbers)
 
 
 def device_update_seconds(machine: Machine, sizes: dict[str, int]) -> float:

@@ -98,12 +98,7 @@ def describe(plan: Plan) -> str:
         sentences.append(f"{which} layers stream through {slots}, updated {where}")
         if on_device:
             sentences.append(f"the first {on_device} live on the device")
-    num_blocks = sum(layer.kind == "block" for layer in spec.layers)
-    if choice.kept == num_blocks:
-        sentences.append("all blocks keep what they compute for the backward")
-    elif choice.kept:
-        which = "the last block keeps" if choice.kept == 1 else f"the last {choice.kept} of {num_blocks} blocks keep"
-        sentences.append(f"{which} what is computed inside for the backward, the others compute it again")
+    sentences += filter(None, [describe_kept(plan)])
     if max(plan.timeline.moving["ram", "activations"]):
         sentences.append("layer inputs beyond the device's room go to host memory")
     for part, name in (
@@ -116,6 +111,33 @@ def describe(plan: Plan) -> str:
         if count:
             sentences.append(f"{name} of {count} layers on disk")
     return "; ".join(sentences)
+
+
+_KEPT = {
+    "all": "what is computed inside",
+    "products": "what matrix products and attention give",
+    "input": "the input alone",
+}
+
+
+def describe_kept(plan: Plan) -> str:
+    """What blocks keep that they compute inside; empty where none keeps anything."""
+    kept, num_blocks = plan.choice.kept, plan.spec.num_blocks
+    if not any(kept):
+        return ""
+    if kept.all == num_blocks:
+        return "all blocks keep what they compute for the backward"
+    parts: list[str] = []
+    for name, count in kept._asdict().items():
+        if parts:
+            which = f"the {count} before"
+        elif count == num_blocks:
+            which = "all blocks keep"
+        else:
+            which = "the last block keeps" if count == 1 else f"the last {count} of {num_blocks} blocks keep"
+        parts += [f"{which} {_KEPT[name]}"] if count else []
+    others = "" if sum(kept) == num_blocks else ", the others compute it again"
+    return f"{', '.join(parts)} for the backward{others}"
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
@@ -143,6 +165,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "slots": plan.choice.num_slots,
             "homes_on_device": plan.num_on_device,
             "activation_bytes_on_device": plan.choice.activation_bytes,
+            "blocks_that_keep": plan.choice.kept._asdict(),
+            "kept_bytes": plan.kept_bytes,
             "places": {home.name: str(place) for home, place in zip(spec.homes, plan.choice.places, strict=True)},
             "words": describe(plan),
         },

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatrain.base.config import Config
+from megatrain.plan.choice import Choice
 from megatrain.plan.cost import inside_bytes
 from megatrain.plan.flops import ModelWork, counted_flops, published_flops
 from megatrain.plan.machine import Machine
 from megatrain.plan.placement import DISK_TIER, HBM
-from megatrain.plan.schedule import Choice
 from megatrain.plan.simulate import Simulation
 from megatrain.plan.timeline import Timeline
 from megatrain.plan.workload import Workload
@@ -82,10 +82,11 @@ class Plan:
     @property
     def kept_bytes(self) -> int:
         """Device memory of what layers keep that they compute inside, at most."""
-        layers = self.choice.kept_layers(self.spec)
         num_tokens = self.choice.group_tokens(self.workload)
-        compiled = self.config.compile
-        return sum(inside_bytes(self.spec, self.spec.layers[i], num_tokens, compiled=compiled) for i in layers)
+        return sum(
+            inside_bytes(self.spec, self.spec.layers[index], keeps, num_tokens, compiled=self.config.compile)
+            for index, keeps in self.choice.kept_layers(self.spec).items()
+        )
 
     @property
     def _work(self) -> ModelWork:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from megatrain.base.config import Config
 from megatrain.base.errors import UserError
+from megatrain.plan.choice import Choice
 from megatrain.plan.cost import STEP_SECONDS, VisitCost, cpu_update_seconds
 from megatrain.plan.machine import Machine
 from megatrain.plan.outcome import Budgets, Plan
@@ -32,7 +33,7 @@ from megatrain.plan.placement import (
     spill_order,
     with_part_on_disk,
 )
-from megatrain.plan.schedule import Choice, Schedule, visit_costs
+from megatrain.plan.schedule import Schedule, visit_costs
 from megatrain.plan.simulate import Simulation
 from megatrain.plan.timeline import ROOM_SLACK, TimelineMaker
 from megatrain.plan.workload import Workload
@@ -231,13 +232,9 @@ class Planner:
         return [None, *(group for group in GROUPS if group < num_micro <= MOST_GROUPS * group)]
 
     def _compute_seconds(self, choice: Choice) -> float:
-        costs = self._costs(choice.rows)
         kept = choice.kept_layers(self.spec)
-        saved = (
-            cost.forward + cost.backward - cost.kept_forward - cost.kept_backward
-            for cost in map(costs.__getitem__, kept)
-        )
-        return STEP_SECONDS + sum(cost.forward + cost.backward for cost in costs) - sum(saved)
+        seconds = (cost.seconds(kept.get(layer)) for layer, cost in enumerate(self._costs(choice.rows)))
+        return STEP_SECONDS + sum(forward + backward for forward, backward in seconds)
 
     def _costs(self, rows: int) -> list[VisitCost]:
         if rows not in self._costs_by_rows:
@@ -267,9 +264,9 @@ class Planner:
             for others in (CPU,) if self.config.moments == "lossless" else (CPU, STREAM):
                 base = self._choice(split, num_homes, num_slots, others)
                 # Inputs that make way for what layers compute inside go to host memory.
-                kept_counts = [] if base is None else self.maker.most_kept(base, self.budgets.hbm)
-                yield from (dataclasses.replace(base, kept=kept) for kept in dict.fromkeys(kept_counts))
-                is_whole |= num_blocks in kept_counts
+                possible = [] if base is None else self.maker.most_kept(base, self.budgets.hbm)
+                yield from (dataclasses.replace(base, kept=kept) for kept in dict.fromkeys(possible))
+                is_whole |= any(kept.all == num_blocks for kept in possible)
             if is_whole:
                 return  # fewer slots would leave nothing more in place
 

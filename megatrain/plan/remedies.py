@@ -8,11 +8,11 @@ from collections.abc import Callable
 from megatrain.base.config import Config
 from megatrain.base.errors import PlanError
 from megatrain.base.units import GB, MB, format_number
+from megatrain.plan.choice import Choice
 from megatrain.plan.machine import Machine
 from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.planner import Planner
-from megatrain.plan.schedule import Choice
 from megatrain.plan.timeline import CONTEXT_BYTES
 from megatrain.plan.workload import Workload
 from megatrain.spec.model import ModelSpec, with_bf16_masters

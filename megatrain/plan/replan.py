@@ -13,9 +13,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatrain.plan.choice import Choice
 from megatrain.plan.placement import CPU, HBM, STAGING_BYTES, STREAM, Place
 from megatrain.plan.planner import SLOTS, Planner
-from megatrain.plan.schedule import Choice
 
 WORTH_A_CHANGE = 0.05
 """Of a step's time: what a change has to bring by prediction."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatrain.plan.choice import Choice
 from megatrain.plan.cost import (
     STEP_SECONDS,
     VisitCost,
@@ -26,7 +27,7 @@ from megatrain.plan.cost import (
     visit_cost,
 )
 from megatrain.plan.machine import Machine
-from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM, Place
+from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.simulate import (
     COMPUTE,
     CPU_LANE,
@@ -46,37 +47,6 @@ SETTLING_STEPS = 3
 HOST_SLOTS = 2
 """Homes whose states may be on their way from disk or through the device at once."""
 MAX_DRAINS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What a plan decides; everything else follows."""
-
-    rows: int
-    """Sequences of a micro-batch."""
-    num_slots: int
-    places: tuple[Place, ...]
-    """Of each home of the spec."""
-    activation_bytes: int
-    """Boundary activations that stay on the device; the rest goes to host memory."""
-    kept: int = 0
-    """So many blocks, the last ones, keep what they compute inside."""
-    group: int | None = None
-    """Micro-batches that have their forward and backward together. None: all of the step."""
-
-    def group_sizes(self, workload: Workload) -> list[int]:
-        """Micro-batches of each group."""
-        num_micro = -(-workload.num_sequences // self.rows)
-        size = min(self.group or num_micro, num_micro)
-        return [min(size, num_micro - start) for start in range(0, num_micro, size)]
-
-    def group_tokens(self, workload: Workload) -> int:
-        """Of the largest group."""
-        return min(self.group_sizes(workload)[0] * self.rows, workload.num_sequences) * workload.length
-
-    def kept_layers(self, spec: ModelSpec) -> list[int]:
-        blocks = [index for index, layer in enumerate(spec.layers) if layer.kind == "block"]
-        return blocks[len(blocks) - self.kept :]
 
 
 class _Visit(NamedTuple):
@@ -121,7 +91,7 @@ class Schedule:
         sizes_of_groups = choice.group_sizes(workload)
         self._shares = [size / sum(sizes_of_groups) for size in sizes_of_groups]
         self._boundary_bytes = choice.group_tokens(workload) * spec.hidden_size * compute_bytes(spec)
-        self._kept = set(choice.kept_layers(spec))
+        self._kept = choice.kept_layers(spec)
         blocks = [i for i, layer in enumerate(spec.layers) if layer.kind == "block" and i not in self._kept]
         on_device = int(choice.activation_bytes // self._boundary_bytes)
         self._offloaded = set(blocks[on_device:])
@@ -278,10 +248,7 @@ class Schedule:
 
     def _seconds(self, layer: int, is_backward: bool) -> float:
         """Of the compute lane, for all micro-batches."""
-        cost = self._costs[layer]
-        if layer in self._kept:
-            return cost.kept_backward if is_backward else cost.kept_forward
-        return cost.backward if is_backward else cost.forward
+        return self._costs[layer].seconds(self._kept.get(layer))[is_backward]
 
     def _bring(self, layer: int) -> list[int]:
         if layer not in self._offloaded:
@@ -378,7 +345,7 @@ def visit_costs(machine: Machine, spec: ModelSpec, workload: Workload, rows: int
     costs = []
     for layer in spec.layers:
         numel = spec.homes[layer.home].numel
-        key = (layer.kind, layer.matrix_parameters, layer.output_width, layer.attention, numel)
+        key = (layer.kind, layer.matrix_parameters, layer.output_width, layer.attention, layer.has_dropout, numel)
         if key not in known:
             known[key] = visit_cost(machine, spec, layer, workload, rows, compiled=compiled)
         costs.append(known[key])

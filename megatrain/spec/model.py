@@ -67,6 +67,9 @@ class LayerSpec:
     has_plain_logits: bool = False
     """A linear layer as PyTorch has it, whose output may be made in pieces."""
 
+    has_dropout: bool = False
+    """Its forward draws random numbers when it trains."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSpec:
@@ -129,6 +132,7 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
                 output_width=width,
                 attention=attention,
                 has_plain_logits=layer.kind == "head" and is_plain_linear(layer.module),
+                has_dropout=_has_dropout(layer.module),
             )
         )
     heads = [layer.module for layer in found if layer.kind == "head" and isinstance(layer.module, nn.Linear)]
@@ -227,6 +231,15 @@ def _products(layer: FoundLayer, share: float, hidden: int) -> tuple[int, int]:
         # Stacked experts are stored either way round: by their size alone.
         width += numel / (hidden if is_expert or parameter.dim() > 2 else parameter.shape[-1])
     return int(matrix), int(width)
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    """As far as attributes tell: a share above zero that is named so."""
+    return any(
+        "drop" in f"{type(part).__name__.lower()} {name}" and type(value) is float and value > 0
+        for part in module.modules()
+        for name, value in vars(part).items()
+    )
 
 
 def _width_of(found: list[FoundLayer]) -> int:
