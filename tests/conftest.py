@@ -41,6 +41,7 @@ def no_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fresh_defaults(monkeypatch: pytest.MonkeyPatch, no_profile: Path) -> Iterator[None]:
     """Settings of a CPU run; the random state and the profile of others are none of a test's business."""
     monkeypatch.setenv("MEGATRAIN_CACHE", str(no_profile))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(no_profile.parent))
     mt.init(device="cpu")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)

@@ -6,8 +6,14 @@ aot_eager_decomp_partition): kernels are eager's, so the bits can be compared; a
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +184,52 @@ def test_layers_that_are_not_compiled_keep_all_or_nothing() -> None:
         stream(Stack([Block(16), Block(16)], lambda model, x: x), kept_layers={"blocks.1": "input"})
     with pytest.raises(mt.UserError, match="'blocks.1' cannot keep 'some': use one of"):
         StreamOptions(kept_layers={"blocks.1": "some"})
+
+
+TWO_STEPS = """
+import json, torch
+from torch import nn
+import megatrain as mt
+from megatrain.api import stream
+from megatrain.base.config import StreamOptions
+from megatrain.execute.engine import engine_of
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+mt.init(device="cpu", compile=True)
+model = stream(Model(), options=StreamOptions(kept_layers={"blocks.0": "products"}))
+x = torch.randn(4, 8)
+model(x).square().sum().backward()
+gradients = [gradient.flatten().tolist() for _, gradient in mt.named_gradients(model)]
+counters = torch._dynamo.utils.counters
+print(json.dumps([gradients, engine_of(model).insides.num_kept, counters["inductor"]["fxgraph_cache_miss"],
+                  counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"]]))
+engine_of(model).close()
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler of C++")
+def test_compiled_code_is_kept_for_the_next_run(tmp_path: Path) -> None:
+    """With the code generator, for real, whose gradients are those of plain PyTorch to rounding."""
+    environment = {**os.environ, "MEGATRAIN_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    outputs = [
+        subprocess.run([sys.executable, "-c", TWO_STEPS], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    (gradients, *first), (_, *second) = (json.loads(output.stdout.splitlines()[-1]) for output in outputs)
+    assert (first, second) == ([1, 2, 0, 1], [1, 0, 2, 0]), "kept, graphs compiled, found and not found"
+    assert (tmp_path / "compiled" / "fxgraph").is_dir()
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    torch.tanh(layer(torch.randn(4, 8))).square().sum().backward()
+    for parameter, found in zip(layer.parameters(), gradients, strict=True):
+        torch.testing.assert_close(torch.tensor(found), parameter.grad.flatten())

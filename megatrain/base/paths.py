@@ -96,12 +96,16 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def machine_profile_path() -> Path:
-    """Where `megatrain doctor` keeps what it measured: $MEGATRAIN_CACHE/machine.json, or ~/.cache/megatrain."""
+    """Where `megatrain doctor` keeps what it measured."""
+    return cache_folder("the profile") / "machine.json"
+
+
+def cache_folder(what: str) -> Path:
+    """$MEGATRAIN_CACHE, or ~/.cache/megatrain. what: is kept there, for messages."""
     cache = os.environ.get("MEGATRAIN_CACHE")
-    folder = user_path(cache, "MEGATRAIN_CACHE") if cache else user_path("~/.cache/megatrain", "the profile")
-    return folder / "machine.json"
+    return user_path(cache, "MEGATRAIN_CACHE") if cache else user_path("~/.cache/megatrain", what)
 
 
 def attention_profile_path() -> Path:
-    """Beside it: rates of attention kernels by shape, which runs measure."""
-    return machine_profile_path().with_name("attention.json")
+    """Rates of attention kernels by shape, which runs measure."""
+    return cache_folder("the profile") / "attention.json"

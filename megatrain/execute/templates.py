@@ -7,6 +7,7 @@ its list is not behaviour.
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from torch._functorch import config as functorch_config
 
 from megatrain.base.config import KEEPS
 from megatrain.base.errors import UserError
+from megatrain.base.paths import cache_folder, existing_parent
 from megatrain.execute.attention import AttentionKernels
 from megatrain.execute.layer import Compiled, StreamedLayer
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _SKIPPED = {"training", "_streamed_layer", "_streamed_call"}
+
+_CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 Positional = frozenset[tuple[int, str]]
 """(index of the module in the layer, attribute) of integers that only count the layer's place in its list."""
@@ -84,6 +88,7 @@ def compile_templates(layers: list[StreamedLayer]) -> None:
     They are separate callables with code objects of their own: one compiled function used with and without gradients,
     or for several templates, hits dynamo's recompilation limit and silently falls back to eager.
     """
+    _keep_code_between_runs()
     for number, members in enumerate(group_templates(layers).values()):
         forward = members[0].forward
         plain = _compiled(forward, f"template{number}_forward", Compiler())
@@ -122,6 +127,17 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
     # Dropout must draw the same numbers in all callables: random operations stay those of eager mode.
     return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+
+
+def _keep_code_between_runs() -> None:
+    """What inductor makes goes to a folder that outlives a restart of the machine, unless the user has named one.
+    Importing inductor names its own, which lies among temporary files."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = cache_folder("compiled code") / "compiled"
+    is_named = os.environ.get(_CODE_FOLDER, default_cache_dir()) != default_cache_dir()
+    if not is_named and os.access(existing_parent(folder), os.W_OK):
+        os.environ[_CODE_FOLDER] = str(folder)
 
 
 def _compiled(forward: Callable[..., Any], name: str, compiler: Compiler) -> Callable[..., Any]:
