@@ -3,6 +3,7 @@
     python scripts/gpu_check.py correctness
     python scripts/gpu_check.py flat
     python scripts/gpu_check.py attention
+    python scripts/gpu_check.py layer
     python scripts/gpu_check.py figures --only 3B
 
 Prints one line a check and exits with 1 if one failed. Figures are JSON objects of `megatrain bench`.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from flipping import check_flips
 from gpu_attention import run_attention
+from gpu_compiled import check_compiled, check_kept_in_part, run_layer
 from gpu_figures import FIGURES, OFFLOAD_DIR, run_figures
 from gpu_link import check_throttle, check_waits
 from gpu_models import gemma, llama, mixtral
@@ -200,7 +202,7 @@ def check_kept(make: Callable, precision: str, **settings: Any) -> str:
     truth = trained(make, precision, StreamOptions(serial=True), **settings)
     blocks = make().config.num_hidden_layers
     for first, group in ((0, None), (1, 1), (0, 3)):
-        kept = tuple(f"model.layers.{number}" for number in range(first, blocks))
+        kept = {f"model.layers.{number}": "all" for number in range(first, blocks)}
         options = StreamOptions(kept_layers=kept, micro_batches_a_visit=group, num_slots=1, poison=True)
         state = trained(make, precision, options, **settings)
         different = [name for name in truth if not torch.equal(truth[name], state[name])]
@@ -216,17 +218,6 @@ def check_pieces() -> str:
     weights = [name for name in truth if name.startswith(("model.", "lm_head."))]
     worst = max(float((truth[n] - state[n]).norm() / truth[n].norm().clamp(min=1e-6)) for n in weights)
     return "" if worst < 1e-3 else f"relative difference {worst:.1e}"
-
-
-def check_compiled() -> str:
-    """Compiled templates: no fall-back to eager, and weights near those of eager bf16 training."""
-    truth = trained(llama, "bf16", StreamOptions())
-    state = trained(llama, "bf16", StreamOptions(), compile=True)
-    weights = [name for name in truth if name.startswith(("model.", "lm_head."))]
-    worst = max(float((truth[n] - state[n]).norm() / truth[n].norm().clamp(min=1e-6)) for n in weights)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    # Two callables, and one more each when the second length makes the shape dynamic.
-    return "" if worst < 0.05 and graphs <= 4 else f"relative difference {worst:.3f}, {graphs} graphs"
 
 
 def check_verified() -> str:
@@ -260,7 +251,8 @@ def run_correctness() -> bool:
         "verify_transfers": check_verified,
         "throttled link": lambda: check_throttle(trained),
         "no wait for the device in a step": lambda: check_waits(batches(1000)),
-        "compiled llama bf16": check_compiled,
+        "compiled llama bf16": lambda: check_compiled(trained),
+        "compiled llama bf16, kept in part": lambda: check_kept_in_part(trained),
     }
     failed = False
     for name, check in checks.items():
@@ -342,10 +334,10 @@ def run_flat() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("correctness", "flat", "attention", "figures"))
+    parser.add_argument("what", choices=("correctness", "flat", "attention", "layer", "figures"))
     parser.add_argument("--only", nargs="*", choices=FIGURES, default=["3B", "7B", "7B-24GB"])
     args = parser.parse_args()
-    checks = {"correctness": run_correctness, "flat": run_flat, "attention": run_attention}
+    checks = {"correctness": run_correctness, "flat": run_flat, "attention": run_attention, "layer": run_layer}
     checks["figures"] = lambda: run_figures(args.only)
     sys.exit(0 if checks[args.what]() else 1)
 
