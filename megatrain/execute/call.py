@@ -207,9 +207,8 @@ class Call:
         """Behind a forward whose graph is kept: see whether that may be (`execute/insides.py`), if it is not known."""
         store = self.engine.insides
         if insides.kind.keeps != "all" and self.context.has_drawn():
-            store.judge(insides, "draws random numbers, which a backward that computes again cannot draw once more")
             self.drop_kept()
-        if store.is_tried(insides.kind):
+        if self.kept is None or store.is_tried(insides.kind):
             return
         copy = self.layer.views(params.weights.clone())
         graph = self._recompute(copy, self.tensors, Insides(store, self.layer.name, insides.kind, self.tensors))
@@ -220,7 +219,7 @@ class Call:
             # Perhaps they are the model's own.
             truth = self._recompute(params, self.tensors)
             is_fit = has_nan(truth.gradients(params, grads, self.trained, retain_graph=False))
-        store.judge(insides, "" if is_fit else "holds on to its weights in a way of its own")
+        store.judge(insides, is_fit=is_fit)
         if not is_fit:
             self.drop_kept()
 

@@ -13,7 +13,7 @@ is tried: it runs again on a copy of the weights, which is poisoned before a bac
 layers of this kind are recomputed. So is a call whose result was changed in place since.
 
 A compiled layer may keep less than all, and then has a backward that computes the rest again. That one would draw other
-random numbers than the forward did: a call that drew any is recomputed, with all of its kind.
+random numbers than the forward did: a call that drew any is recomputed.
 """
 
 from __future__ import annotations
@@ -94,11 +94,14 @@ class InsidesStore:
         """One of it was."""
         return kind in self._is_fit
 
-    def judge(self, insides: Insides, why_not: str = "") -> None:
-        """Behind the trial of a layer. why_not: in words, if its kind is not to keep anything."""
-        self._is_fit[insides.kind] = not why_not
-        if why_not:
-            logger.info("%s %s: layers of its kind are computed again in the backward", insides.name, why_not)
+    def judge(self, insides: Insides, *, is_fit: bool) -> None:
+        """Behind the trial of a layer."""
+        self._is_fit[insides.kind] = is_fit
+        if not is_fit:
+            logger.info(
+                "%s holds on to its weights in a way of its own: layers of its kind are computed again in the backward",
+                insides.name,
+            )
 
     def _has_room(self, name: str, arguments: Sequence[torch.Tensor]) -> bool:
         """By what the layer's last call took; one that was never called takes what the most demanding other does."""
