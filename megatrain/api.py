@@ -16,6 +16,7 @@ from megatrain.attention_choice import choose_attention
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.names import refusing_unknown
+from megatrain.batch_rows import num_tokens
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.model import (
     check_model,
@@ -27,8 +28,8 @@ from megatrain.execute.model import (
 from megatrain.execute.moving import Initialize, move_homes
 from megatrain.execute.parameters import HomeParameter
 from megatrain.execute.retry import StepTooLargeError
-from megatrain.fewer_rows import explained, num_tokens
 from megatrain.losses import num_target_tokens, own_loss
+from megatrain.micro_batches import MicroBatches, explained
 from megatrain.outline import attention_of, outline_model, prepare_cuda
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM
 from megatrain.plan.rows import (
@@ -69,6 +70,7 @@ def init(
     max_link_gb_s: float | None = None,
     logits_in_pieces: bool | None = None,
     attention: str | None = None,
+    exact: bool | None = None,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
@@ -85,11 +87,9 @@ def init(
         compile: compile each kind of block with torch.compile (faster after a start-up; last bits may differ).
         master: "fp32" with fp32 compute; with bf16 "split" (exact, 16 + 16 bits, the default) or "bf16" (stochastic).
         grad_dtype: of gradients on their way home, after their sum in fp32: "fp32", "bf16", or None: as the weights.
-        clip: "global" (exact norm; gradients are kept until it is known) or "layer" (each layer by its own norm, in the
-            backward; none is kept; `max_norm` goes to the optimizer).
+        clip: "global" (exact norm; gradients are kept) or "layer" (by its own norm, in the backward; none is kept).
         hbm_home_gb: device memory for layers that live there; None: as the plan says, or a fifth of what is free.
-        workload: what a step trains on, `mt.Workload(num_sequences=64, length=1024, rows=16)`: memory is then planned
-            for it to the full. `mt.Trainer` and `megatrain train` find it out where their data tell it.
+        workload: what a step trains on, an `mt.Workload`, for which memory is planned. `mt.Trainer` may find it out.
         defer_loading: transformers' own `from_pretrained` leaves weights in their files until they are asked for.
         replan: False: on a GPU a run does not change after its first steps where homes live and how many slots it has.
         save_in_background: `mt.Trainer` writes checkpoints beside the training. False: training waits for them.
@@ -98,6 +98,7 @@ def init(
         max_link_gb_s: most GB (1e9 bytes) a second between host and device, each way: to try a slower link.
         logits_in_pieces: head and loss in pieces of the tokens (to rounding). None: where there are several.
         attention: kernel to prefer: "flash", "cudnn", "efficient", "math"; None: the fastest; "torch": its own choice.
+        exact: True: merge no micro-batches. False: those of one length, if harmless (to rounding). None: True in fp32.
 
     Raises UserError for a setting that cannot work.
     """
@@ -160,7 +161,7 @@ def stream(
         placement=placement,
         activation_bytes=activation_bytes(placement, outline.device_bytes),
     )
-    engine.plan, engine.attention = outline.plan, attention
+    engine.plan, engine.attention, engine.merging = outline.plan, attention, outline.merging
     if device.type == "cuda":
         _learn(engine, model, may_change=config.replan and (outline.plan is not None or options.places is None))
     with _closed_on_failure(engine):
@@ -229,7 +230,9 @@ def accumulate(
             takes the model's own loss: normalised by the target tokens of the whole step where it can be (causal and
             masked LMs of transformers with `labels`), else the mean over micro-batches.
 
-    Returns the micro-batches' losses (detached), which sum to the step's loss. Gradients are added to what is there.
+    Returns the micro-batches' losses (detached), which sum to the step's loss. Of micro-batches that were merged
+    (`mt.init(exact=)`, never with a loss_fn) each has its share, by target tokens, of their loss. Gradients are added
+    to what is there.
     Raises torch.OutOfMemoryError where the device's memory does not hold them, with no input of a layer kept there.
     """
     engine = engine_for(model)
@@ -239,7 +242,7 @@ def accumulate(
     # A key-value cache is of no use in training and would hold every layer's keys and values.
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
-    def run(batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss_of(batch: Mapping[str, Any], num_items: torch.Tensor | int | None) -> torch.Tensor:
         batch = {**extra, **batch}
         if loss_fn is not None:
             return loss_fn(model(**batch), batch)
@@ -247,12 +250,15 @@ def accumulate(
             return own_loss(model(**batch, num_items_in_batch=num_items))
         return own_loss(model(**batch)) / len(batches)
 
+    def obstacle() -> str:
+        return "" if loss_fn is None else "loss_fn is a function of your own, which may couple rows"
+
     try:
-        return engine.accumulate([lambda batch=batch: run(batch) for batch in batches])
+        return MicroBatches(model, engine, loss_of, obstacle, cuts=False).run(batches, num_items)
     except StepTooLargeError as error:
         if not error.is_undone:
             raise
-        reason = "mt.accumulate runs micro-batches as they are given"
+        reason = "mt.accumulate cuts no micro-batch into fewer rows"
         raise explained(error, max(batches, key=num_tokens), reason) from error.__cause__
 
 

@@ -1,7 +1,7 @@
 """Whether a run that goes on from a checkpoint is the same run, bit for bit: what its results depend on, then and now.
 
 Where layers live, how many slots there are, how much memory may be used: nothing of that changes a bit, so nothing of
-it is here.
+it is here. Memory can decide how many micro-batches are merged, so that is here, and a run that goes on takes it over.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ ATTENTION = "attention kernels"
 EXACT_MOMENTS = "exact fp32"
 """Of moments in fp32 and in lossless code: the same bits."""
 
+MERGED = "tokens up to which micro-batches are merged"
+BEFORE = {MERGED: 0}
+"""What checkpoints meant that were written before these were told."""
 
 Facts = dict[str, dict[str, Any]]
 
@@ -41,6 +44,7 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
     rounding: dict[str, Any] = {
         "per_device_train_batch_size": rows,
         "rows at a time": trainer.most_rows or "as they come",
+        MERGED: engine.merging.most_tokens,
         "attn_implementation": attention_of(trainer.model),
         ATTENTION: str(engine.attention),
         "compile": config.compile,
@@ -73,11 +77,14 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
 
 
 def go_on_with(trainer: CheckpointingTrainer, name: str, saved: Mapping[str, Any] | None, max_steps: int) -> str:
-    """Take over from the checkpoint what bits depend on and is free to choose: attention kernels, where none was named
-    and the device is the same. Returns what is to be said of the run (see `said_of_resuming`)."""
+    """Take over from the checkpoint what bits depend on and is free to choose, where `mt.init` has not chosen: up to
+    how many tokens micro-batches are merged, if not to more than there is room for now; and attention kernels, where
+    the device is the same. Returns what is to be said of the run (see `said_of_resuming`)."""
     engine = trainer.engine
-    now, changed = arithmetic_of(trainer, max_steps), ""
     of_then = {} if saved is None else saved.get("rounding", {})
+    if saved is not None and engine.config.exact is None:
+        engine.merging.limit(of_then.get(MERGED, BEFORE[MERGED]))
+    now, changed = arithmetic_of(trainer, max_steps), ""
     if engine.config.attention is None and of_then.get("device") == now["rounding"]["device"]:
         kernels = AttentionKernels(parse_kernels(of_then.get(ATTENTION, "torch")), f"as in {name}")
         if kernels.order != engine.attention.order:
@@ -103,6 +110,7 @@ def said_of_resuming(name: str, saved: Mapping[str, Any] | None, now: Mapping[st
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    saved = {**BEFORE, **saved}
     return "; ".join(
         f"{key} was {saved[key]}, is {value}" for key, value in now.items() if saved.get(key, value) != value
     )

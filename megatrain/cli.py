@@ -83,6 +83,7 @@ def plan(
     compression: Annotated[str | None, typer.Option(help="Moments: lossless, bf16, 8bit, 4bit; else fp32.")] = None,
     clip: Annotated[str, typer.Option(help="global or layer.")] = "global",
     compile: Annotated[bool, typer.Option("--compile", help="Blocks compiled with torch.compile.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Merge no micro-batches of equal length.")] = False,
     vram_gb: Annotated[float | None, typer.Option(help="Device memory to use at most.")] = None,
     ram_gb: Annotated[float | None, typer.Option(help="Host memory to use at most.")] = None,
     no_disk: Annotated[bool, typer.Option("--no-disk", help="Refuse what does not fit in memory.")] = False,
@@ -106,6 +107,7 @@ def plan(
         compression=compression,
         clip=clip,
         compile=compile,
+        exact=exact,
         vram_gb=vram_gb,
         ram_gb=ram_gb,
         use_disk=not no_disk,
@@ -148,6 +150,7 @@ def bench(
         int, typer.Option(help="Moments of so many blocks, the last ones, on disk; nothing is planned then.")
     ] = 0,
     compile: Annotated[bool, typer.Option("--compile", help="Blocks compiled with torch.compile.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Merge no micro-batches of equal length.")] = False,
     replan: Annotated[
         bool, typer.Option("--replan", help="Let the run change homes and slots in a longer warm-up.")
     ] = False,
@@ -157,9 +160,7 @@ def bench(
     ] = False,
     link_gb_s: Annotated[float | None, typer.Option(help="GB/s over the link at most, each way.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of the CPU update; left out: as many as are of use.")] = None,
-    unplanned: Annotated[
-        bool, typer.Option("--unplanned", help="Homes as a run without a workload has them, on a GPU too.")
-    ] = False,
+    unplanned: Annotated[bool, typer.Option("--unplanned", help="Homes as a run without a workload has.")] = False,
     limit_minutes: Annotated[
         float, typer.Option(help="A row that gives no sign for so long is ended, and says so.")
     ] = 20.0,

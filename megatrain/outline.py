@@ -10,21 +10,38 @@ import dataclasses
 import torch
 from torch import nn
 
+from megatrain.base.cgroup import free_host_bytes
 from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
+from megatrain.batch_rows import grouped
 from megatrain.execute.attention import check_attention
 from megatrain.execute.dropped import collect_dropped
+from megatrain.execute.merging import Merging
 from megatrain.leaving import LeavingWeights
+from megatrain.plan.cost import mergeable_tokens
 from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import RAM
-from megatrain.plan.rows import Placement, check_device_memory, disk_bytes, host_bytes, plan_placement
+from megatrain.plan.rows import (
+    Placement,
+    check_device_memory,
+    disk_bytes,
+    host_bytes,
+    plan_placement,
+    working_room_bytes,
+)
 from megatrain.plan.timeline import PROCESS_BYTES
 from megatrain.plan.workload import Workload
-from megatrain.run_plan import options_of, plan_run
+from megatrain.row_loss import why_not_merged
+from megatrain.run_plan import options_of, plan_run, spec_of
 from megatrain.spec.discover import FoundLayer, check_weights, find_layers
 from megatrain.spec.homes import Formats, plan_homes
+from megatrain.spec.model import with_whole_logits
 from megatrain.store.disk_memory import DiskMemory
 from megatrain.store.memory import HostMemory
+
+HOST_SHARE = 0.25
+"""Of the host memory that is free beside the homes, for one layer at work on merged micro-batches where the host is the
+device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +57,7 @@ class Outline:
     leaving: LeavingWeights
     plan: Plan | None
     """Where there is a workload and a GPU."""
+    merging: Merging
 
 
 def outline_model(
@@ -62,8 +80,9 @@ def outline_model(
     formats = Formats(precision=precision, master=config.master_for(precision), grad_dtype=config.grad_dtype)
     plans = plan_homes(model, layers, formats)
     plan = None
+    reason = why_unmerged(model, config, precision, workload)
     if workload is not None and device.type == "cuda" and options.places is None:
-        plan = plan_run(model, formats, config, workload, device)
+        plan = plan_run(model, formats, config, dataclasses.replace(workload, merges=not reason), device)
         options = options_of(plan, options)
     options = check_device_memory(plans, config, options)
     disk = None if config.offload_dir is None else DiskMemory(config.offload_folders)
@@ -86,6 +105,8 @@ def outline_model(
         disk.require(disk_bytes(placement), f"training {type(model).__name__}")
     if config.moments == "lossless":
         memory.reserve(placement.part_bytes("moments", RAM))  # a moment maps its own memory
+    merging = _merging(model, formats, placement, device_bytes, plan, reason)
+    merging.example = _example(workload, merging.most_tokens)
     return Outline(
         layers=layers,
         device=device,
@@ -95,12 +116,55 @@ def outline_model(
         device_bytes=device_bytes,
         leaving=leaving,
         plan=plan,
+        merging=merging,
     )
 
 
 def attention_of(model: nn.Module) -> str | None:
     """`attn_implementation` of a model of transformers."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def why_unmerged(model: nn.Module, config: Config, precision: str, workload: Workload | None) -> str:
+    """Why micro-batches are run as they are, as far as settings and shapes tell; empty where they may be merged."""
+    if config.is_exact(precision):
+        return "exact=True" if config.exact else "with fp32 compute they are only with exact=False"
+    if workload is not None and workload.reads_logits:
+        return "the loss is one of your own, which may couple rows"
+    return why_not_merged(model)
+
+
+def _merging(
+    model: nn.Module, formats: Formats, placement: Placement, device_bytes: int | None, plan: Plan | None, reason: str
+) -> Merging:
+    """As the plan says, or up to as many tokens as the memory that is left has room for.
+
+    Args:
+        device_bytes: device memory that may be used in all; None: the host is the device.
+        reason: why none are, or nothing.
+    """
+    if reason:
+        return Merging(0, reason)
+    if plan is not None:
+        return Merging(plan.choice.rows * plan.workload.length)
+    if device_bytes is None:
+        room_bytes = int(HOST_SHARE * max(0, free_host_bytes() - host_bytes(placement)))
+    else:
+        room_bytes = working_room_bytes(placement, device_bytes)
+    config, spec = placement.config, spec_of(model, formats)
+    spec = with_whole_logits(spec) if config.logits_in_pieces is False else spec
+    most_tokens = mergeable_tokens(spec, room_bytes, compiled=config.compile)
+    return Merging(most_tokens, "" if most_tokens else "memory has no room for merged ones")
+
+
+def _example(workload: Workload | None, most_tokens: int) -> str:
+    """What becomes of a step's micro-batches, where they are known, and of one length."""
+    if workload is None or workload.rows is None:
+        return ""
+    number = -(-workload.num_sequences // workload.rows)
+    groups = grouped([0] * number, [workload.rows * workload.length] * number, most_tokens)
+    of = f"{number:,} of {workload.rows} x {workload.length:,}"
+    return f"{of} into {len(groups):,}" if len(groups) < number else ""
 
 
 def _device(config: Config) -> torch.device:

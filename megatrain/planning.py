@@ -21,6 +21,8 @@ from megatrain.spec.model import ModelSpec, model_spec
 if TYPE_CHECKING:
     from torch import nn
 
+    from megatrain.base.config import Config
+
 HOW_TO_NAME = "give a folder, a config.json, a name on the Hugging Face Hub, or one of"
 
 
@@ -41,6 +43,12 @@ class OutlinedModel:
             return model_spec(self._model, formats, self.name)
         except ZeroDivisionError as error:
             raise UserError(f"MODEL: a size in the config of {self.name} is 0, so there is nothing to train") from error
+
+    def why_unmerged(self, config: Config, precision: str) -> str:
+        """Why micro-batches are run as they are; empty where they may be merged."""
+        from megatrain.outline import why_unmerged
+
+        return why_unmerged(self._model, config, precision, None)
 
 
 def outline_model(name: str) -> OutlinedModel:

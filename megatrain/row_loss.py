@@ -1,5 +1,6 @@
-"""May the rows of a micro-batch be run apart, and how do their losses add up? Measured on the model itself, as in
-data/exactness.py, with two short forwards of two rows, without gradients and in the mode that the model is in.
+"""May the rows of a micro-batch be run apart, and those of several together, and how do their losses add up? Measured
+on the model itself, as in data/exactness.py, with two short forwards of two rows, without gradients and in the mode
+that the model is in.
 
 Rule: what is not known couples rows. A loss must be the cross entropy of the logits that the model returns, to 1e-6, so
 that nothing else is in it (auxiliary losses of routers, contrastive losses), and the logits of a row must not change
@@ -10,18 +11,21 @@ seen, so limited capacities are refused by their settings too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from megatrain.base.errors import UserError, one_line
 from megatrain.data.exactness import PROBE_TOKENS, probe_ids
 from megatrain.data.rows import IGNORED_LABEL
+from megatrain.execute.context import RngState
 from megatrain.losses import own_loss
 
 NUM_ITEMS = 7
@@ -42,9 +46,62 @@ class RowLoss:
     """Targets are the labels but for the first of each row."""
     is_mean: bool
     """Over the target tokens of the micro-batch."""
+    draws_random: bool = False
+    """The forward does (dropout)."""
 
-    def num_targets(self, labels: torch.Tensor) -> int:
-        return int((_targets(labels) if self.is_shifted else labels).ne(IGNORED_LABEL).sum())
+    def num_targets(self, labels: torch.Tensor) -> torch.Tensor:
+        """A whole number, where `labels` are."""
+        return (_targets(labels) if self.is_shifted else labels).ne(IGNORED_LABEL).sum()
+
+
+_measured: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, RowLoss | str]] = weakref.WeakKeyDictionary()
+
+
+def row_loss_of(model: nn.Module, *, takes_num_items: bool) -> RowLoss:
+    """As `measure_row_loss`, which is asked once for a model in one mode and with one config."""
+    known = _measured.setdefault(model, {})
+    config = getattr(model, "config", None)
+    key = takes_num_items, tuple(module.training for module in model.modules()), str(vars(config) if config else None)
+    if key not in known:
+        try:
+            known[key] = measure_row_loss(model, takes_num_items=takes_num_items)
+        except UserError as error:
+            known[key] = str(error)
+    found = known[key]
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def why_coupled(model: nn.Module) -> str:
+    """What couples the rows of a batch, or hides whether they are coupled, as far as the model's build tells. Its
+    weights may be on the meta device."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            return f"{name} is a batch norm, which takes the mean over all rows"
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return "what couples the rows of a model that is not of transformers is not known"
+    config = model.config.get_text_config()
+    for name in CAPACITIES:
+        if getattr(config, name, None):
+            return f"experts take a limited number of tokens of all rows ({name})"
+    return ""
+
+
+def why_not_merged(model: nn.Module) -> str:
+    """Why micro-batches cannot be merged, as far as the model's build tells, before there are weights to measure with.
+    Empty where it does not tell."""
+    if reason := why_coupled(model):
+        return reason
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "the loss has an auxiliary loss of a router (output_router_logits)"
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return f"{name} drops at random, and would drop others"
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float) and value > 0:
+                return f"{name}.{key} is {value:g}, and would drop others at random"
+    return ""
 
 
 def measure_row_loss(model: nn.Module, *, takes_num_items: bool) -> RowLoss:
@@ -55,15 +112,8 @@ def measure_row_loss(model: nn.Module, *, takes_num_items: bool) -> RowLoss:
 
     Raises UserError with the reason where that is not known, or where rows are coupled.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
-            raise UserError(f"{name} is a batch norm, which takes the mean over all rows")
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise UserError("what couples the rows of a model that is not of transformers is not known")
-    config = model.config.get_text_config()
-    for name in CAPACITIES:
-        if getattr(config, name, None):
-            raise UserError(f"experts take a limited number of tokens of all rows ({name})")
+    if reason := why_coupled(model):
+        raise UserError(reason)
     try:
         with _undone(model):
             return _measure(model, takes_num_items)
@@ -75,8 +125,8 @@ def measure_row_loss(model: nn.Module, *, takes_num_items: bool) -> RowLoss:
 
 def _measure(model: nn.Module, takes_num_items: bool) -> RowLoss:
     a, b, c = probe_ids(model)
-    loss, logits = _forward(model, a, b, takes_num_items)
-    _, other = _forward(model, a, c, takes_num_items)
+    loss, logits, draws_random = _forward(model, a, b, takes_num_items)
+    _, other, _ = _forward(model, a, c, takes_num_items)
     if logits.dim() != 3 or logits.shape[:2] != (2, PROBE_TOKENS):
         raise UserError("the model returns no logits for each token")
     full = (logits[1] - other[1]).abs().max().item()
@@ -89,7 +139,7 @@ def _measure(model: nn.Module, takes_num_items: bool) -> RowLoss:
         raise UserError(
             "the model's loss is not the cross entropy of its target tokens alone (an auxiliary loss of a router?)"
         )
-    return found
+    return replace(found, draws_random=draws_random)
 
 
 def _find(loss: float, logits: torch.Tensor, labels: torch.Tensor, takes_num_items: bool) -> RowLoss | None:
@@ -101,7 +151,7 @@ def _find(loss: float, logits: torch.Tensor, labels: torch.Tensor, takes_num_ite
         ).item()
         for is_mean in (True, False) if takes_num_items else (True,):
             known = RowLoss(is_shifted=is_shifted, is_mean=is_mean)
-            expected = total / (known.num_targets(labels) if is_mean else NUM_ITEMS)
+            expected = total / (known.num_targets(labels).item() if is_mean else NUM_ITEMS)
             if abs(loss - expected) <= LARGEST_DIFFERENCE * abs(expected):
                 return known
     return None
@@ -109,8 +159,8 @@ def _find(loss: float, logits: torch.Tensor, labels: torch.Tensor, takes_num_ite
 
 def _forward(
     model: nn.Module, first: torch.Tensor, second: torch.Tensor, takes_num_items: bool
-) -> tuple[float, torch.Tensor]:
-    """Loss and logits (fp32, on the CPU). The same random numbers each time."""
+) -> tuple[float, torch.Tensor, bool]:
+    """Loss, logits (fp32, on the CPU), and whether random numbers were drawn. The same ones each time."""
     device = next(model.parameters()).device
     batch: dict[str, Any] = {
         "input_ids": torch.stack([first, second]).to(device),
@@ -119,9 +169,11 @@ def _forward(
     if takes_num_items:
         batch["num_items_in_batch"] = torch.tensor(NUM_ITEMS, device=device)
     torch.manual_seed(0)
+    before = RngState.get(device)
     with torch.no_grad():
         outputs = model(**batch)
-    return own_loss(outputs).item(), outputs.logits.float().cpu()
+    draws_random = not RngState.get(device).equals(before)
+    return own_loss(outputs).item(), outputs.logits.float().cpu(), draws_random
 
 
 def _labels(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

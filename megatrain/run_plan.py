@@ -164,7 +164,7 @@ def options_of(plan: Plan, options: StreamOptions) -> StreamOptions:
         activation_bytes=activation_bytes,
         kept_layers={plan.spec.layers[at].name: keeps for at, keeps in plan.choice.kept_layers(plan.spec).items()},
         kept_bytes=plan.kept_bytes,
-        micro_batches_a_visit=plan.choice.group,
+        micro_batches_a_visit=plan.group_as_given,
         room_bytes=plan.timeline.rooms[RAM],
         device_room_bytes=plan.timeline.rooms.get(HBM_TIER),
         num_update_slots=NUM_UPDATE_SLOTS + max(0, spare_bytes) // UPDATE_SLOT_BYTES,

@@ -35,9 +35,9 @@ from megatrain.arguments import check_arguments, check_model
 from megatrain.base.errors import PlanError, RefusedError, StoppedRunError, UserError
 from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import Engine, engine_of
-from megatrain.fewer_rows import FewerRows
 from megatrain.layer_reports import LayerReports
 from megatrain.logged_trainer import LoggedTrainer
+from megatrain.micro_batches import MicroBatches
 from megatrain.optim.foreign import check_given_optimizer, check_optimizer
 from megatrain.optimizer_choice import choice_of, update_threads
 from megatrain.run_folder import check_output_dir, find_best_checkpoint, holding_run_folder
@@ -76,7 +76,7 @@ class Trainer(LoggedTrainer):
             args._n_gpu = 1  # else transformers multiplies the batch by the GPUs and wraps the model
         self._batches: list[Batch] = []
         self._losses: deque[tuple[Batch, torch.Tensor]] = deque()
-        self._rows: FewerRows | None = None
+        self._micro_batches: MicroBatches | None = None
         self._given_dataset = given.get("train_dataset")  # transformers calls `model_init` before it keeps its own
         self._reads_logits = (
             type(self).compute_loss is not Trainer.compute_loss
@@ -160,7 +160,8 @@ class Trainer(LoggedTrainer):
         if self.model is not None:
             self.saves.finish()
             self.engine.close()
-            self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = self._rows = None
+            self.model = self.model_wrapped = self.optimizer = self.lr_scheduler = None
+            self._micro_batches = None
             for name in ("model", "optimizer", "lr_scheduler"):
                 setattr(self.callback_handler, name, None)
             self.accelerator.free_memory()
@@ -227,7 +228,7 @@ class Trainer(LoggedTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        losses = self._fewer_rows(model).run(batches, num_items)
+        losses = self._runner(model).run(batches, num_items)
         # One transfer for all: the loop then tests and adds them on the host, without a wait for each.
         if hasattr(self, "_tr_loss"):
             self._tr_loss = self._tr_loss.cpu()
@@ -235,14 +236,13 @@ class Trainer(LoggedTrainer):
 
     @property
     def most_rows(self) -> int | None:  # type: ignore[override]
-        return None if self._rows is None else self._rows.most_rows
+        return None if self._micro_batches is None else self._micro_batches.most_rows
 
-    def _fewer_rows(self, model: nn.Module) -> FewerRows:
-        if self._rows is None:
-            self._rows = FewerRows(
-                model, self.engine, functools.partial(self._micro_batch_loss, model), self._loss_obstacle
-            )
-        return self._rows
+    def _runner(self, model: nn.Module) -> MicroBatches:
+        if self._micro_batches is None:
+            loss_of = functools.partial(self._micro_batch_loss, model)
+            self._micro_batches = MicroBatches(model, self.engine, loss_of, self._loss_obstacle)
+        return self._micro_batches
 
     def _loss_obstacle(self) -> str:
         """Why the loss of a micro-batch is not that of its model, or nothing."""

@@ -26,6 +26,7 @@ from gpu_attention import run_attention
 from gpu_compiled import check_compiled, check_kept_in_part, run_layer
 from gpu_figures import FIGURES, OFFLOAD_DIR, run_figures
 from gpu_link import check_throttle, check_waits
+from gpu_merging import check_merged
 from gpu_models import gemma, llama, mixtral
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -248,6 +249,8 @@ def run_correctness() -> bool:
         "kept insides and groups bf16 dropout": lambda: check_kept(lambda: llama(0.1), "bf16"),
         "kept insides and groups mixtral bf16": lambda: check_kept(mixtral, "bf16"),
         "head and loss in pieces": check_pieces,
+        "merged micro-batches fp32": lambda: check_merged("fp32"),
+        "merged micro-batches bf16": lambda: check_merged("bf16"),
         "verify_transfers": check_verified,
         "throttled link": lambda: check_throttle(trained),
         "no wait for the device in a step": lambda: check_waits(batches(1000)),

@@ -13,33 +13,39 @@ import torch
 OFFLOAD_DIR = "runs/offload"
 OFFLOAD = ["--offload-dir", OFFLOAD_DIR]
 FIGURES = {
-    "3B": ["qwen2.5-3b", "32x1024", "4", "--unplanned"],
-    "3B-compiled": ["qwen2.5-3b", "32x1024", "4", "--unplanned", "--compile"],
-    "3B-32x1": ["qwen2.5-3b", "32x1024", "32", "--unplanned"],
-    "7B": ["qwen2.5-7b", "64x1024", "4", "--unplanned"],
-    "7B-ram": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0"],
+    "3B": ["qwen2.5-3b", "32x1024", "4", "--exact", "--unplanned"],
+    "3B-compiled": ["qwen2.5-3b", "32x1024", "4", "--exact", "--unplanned", "--compile"],
+    "3B-32x1": ["qwen2.5-3b", "32x1024", "32"],
+    "3B-32x1-exact": ["qwen2.5-3b", "32x1024", "32", "--exact"],
+    "3B-32x1-unplanned": ["qwen2.5-3b", "32x1024", "32", "--unplanned"],
+    "3B-32x1-ram": ["qwen2.5-3b", "32x1024", "32", "--unplanned", "--hbm-home-gb", "0"],
+    "7B": ["qwen2.5-7b", "64x1024", "4", "--exact", "--unplanned"],
+    "7B-ram": ["qwen2.5-7b", "64x1024", "4", "--exact", "--unplanned", "--hbm-home-gb", "0"],
     "7B-8x1024-ram": ["qwen2.5-7b", "8x1024", "1", "--unplanned", "--hbm-home-gb", "0"],
     "7B-8x1024-hbm": ["qwen2.5-7b", "8x1024", "1", "--unplanned", "--hbm-home-gb", "108"],
-    "7B-4bit": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--compression", "4bit"],
-    "7B-compiled": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--compile"],
-    "7B-24GB": ["qwen2.5-7b", "64x1024", "32", "--unplanned", "--vram-gb", "24"],
-    "7B-24GB-12GB-s": ["qwen2.5-7b", "64x1024", "32", "--unplanned", "--vram-gb", "24", "--link-gb-s", "12"],
-    "7B-planned": ["qwen2.5-7b", "64x1024", "4"],
+    "7B-4bit": ["qwen2.5-7b", "64x1024", "4", "--exact", "--unplanned", "--compression", "4bit"],
+    "7B-compiled": ["qwen2.5-7b", "64x1024", "4", "--exact", "--unplanned", "--compile"],
+    "7B-24GB": ["qwen2.5-7b", "64x1024", "32", "--exact", "--unplanned", "--vram-gb", "24"],
+    "7B-24GB-12GB-s": ["qwen2.5-7b", "64x1024", "32", "--exact", "--unplanned", "--vram-gb", "24", "--link-gb-s", "12"],
+    "7B-planned": ["qwen2.5-7b", "64x1024", "4", "--exact"],
     "7B-planned-compiled": ["qwen2.5-7b", "64x1024", "4", "--compile"],
     "3B-planned-compiled": ["qwen2.5-3b", "32x1024", "4", "--compile"],
-    "14B": ["qwen2.5-14b", "64x1024", "16"],
+    "14B": ["qwen2.5-14b", "64x1024", "16", "--exact"],
     "14B-compiled": ["qwen2.5-14b", "64x1024", "16", "--compile"],
-    "14B-24GB-8bit": ["qwen2.5-14b", "64x1024", "32", "--vram-gb", "24", "--compression", "8bit", *OFFLOAD],
-    "32B-8bit-layer": ["qwen2.5-32b", "64x1024", "16", "--compression", "8bit", "--clip", "layer", *OFFLOAD],
-    "32B-8bit": ["qwen2.5-32b", "64x1024", "32", "--compression", "8bit", *OFFLOAD],
-    "7B-disk": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0", "--moments-on-disk", "4", *OFFLOAD],
-    "7B-4bit-disk": ["qwen2.5-7b", "64x1024", "4", "--unplanned", "--hbm-home-gb", "0", "--compression", "4bit",
-                     "--moments-on-disk", "28", *OFFLOAD],
+    "14B-24GB-8bit": ["qwen2.5-14b", "64x1024", "32", "--exact", "--vram-gb", "24", "--compression", "8bit", *OFFLOAD],
+    "32B-8bit-layer": ["qwen2.5-32b", "64x1024", "16", "--exact", "--compression", "8bit", "--clip", "layer", *OFFLOAD],
+    "32B-8bit": ["qwen2.5-32b", "64x1024", "32", "--exact", "--compression", "8bit", *OFFLOAD],
+    "7B-disk": ["qwen2.5-7b", "64x1024", "4", "--exact", "--unplanned", "--hbm-home-gb", "0", "--moments-on-disk", "4",
+                *OFFLOAD],
+    "7B-4bit-disk": ["qwen2.5-7b", "64x1024", "4", "--exact", "--unplanned", "--hbm-home-gb", "0",
+                     "--compression", "4bit", "--moments-on-disk", "28", *OFFLOAD],
 }  # fmt: skip
-"""Name -> model, tokens and micro-batches of a step, and options of `megatrain bench`."""
+"""Name -> model, tokens and micro-batches of a step, and options of `megatrain bench`. Those with --exact were measured
+before micro-batches were merged, or are to be compared with merged ones."""
 
 FIGURE_KEYS = ("median_seconds", "step_seconds", "tflops_published", "tflops_counted", "peak_device_bytes",
-               "peak_host_bytes", "stall_seconds", "homes", "home_bytes_per_parameter", "predicted")  # fmt: skip
+               "peak_host_bytes", "stall_seconds", "homes", "home_bytes_per_parameter", "num_merged_micro_batches",
+               "predicted")  # fmt: skip
 
 
 def run_figures(names: list[str]) -> bool:

@@ -102,7 +102,7 @@ def test_the_streamed_row_tells_what_its_lanes_did(work: Work) -> None:
 
 def test_the_trace_of_a_row_is_of_two_more_steps(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
-    traced = dataclasses.replace(work, trace_file=str(tmp_path / "lanes.json"))
+    traced = dataclasses.replace(work, trace_file=str(tmp_path / "lanes.json"), exact=True)
     found = measure_streamed(traced, told.append)
     assert [event["phase"] for event in told if "phase" in event][-2:] == ["measuring", "tracing"]
     assert sum("step" in event for event in told) == len(found["losses"]), "those of the trace are not among them"

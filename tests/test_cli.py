@@ -47,13 +47,13 @@ def test_verbs_and_options_change_only_on_purpose() -> None:
         "train": ["recipe", "overrides", "dry_run", "return"],
         "plan": [
             *("model", "machine", "tokens", "seq", "rows", "precision", "master", "compression", "clip", "compile"),
-            *("vram_gb", "ram_gb", "no_disk", "what_if", "as_json", "trace", "return"),
+            *("exact", "vram_gb", "ram_gb", "no_disk", "what_if", "as_json", "trace", "return"),
         ],
         "bench": [
             *("model", "tokens", "seq", "accumulate", "vs", "steps", "device", "vram_gb", "ram_gb", "offload_dir"),
-            *("compression", "master", "clip", "hbm_home_gb", "places", "moments_on_disk", "compile", "replan"),
-            *("attention", "verify_transfers", "link_gb_s", "threads", "unplanned", "limit_minutes", "as_json"),
-            *("trace", "return"),
+            *("compression", "master", "clip", "hbm_home_gb", "places", "moments_on_disk", "compile", "exact"),
+            *("replan", "attention", "verify_transfers", "link_gb_s", "threads", "unplanned", "limit_minutes"),
+            *("as_json", "trace", "return"),
         ],
         "doctor": ["offload_dir", "quick", "as_json", "output", "return"],
         "verify": ["folder", "return"],

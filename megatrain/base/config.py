@@ -94,6 +94,11 @@ class Config:
     """Compute head and cross entropy together, the logits of a piece of the tokens at a time. Equal to whole logits to
     rounding. Left out: where a micro-batch has more than one piece, 2048 tokens or 2^26 logits. False: never."""
 
+    exact: bool | None = None
+    """True: micro-batches run as they are given. False: those of one length are merged where nothing couples their rows
+    (no router's loss, batch norm, limited experts, dropout): fewer and larger kernels, equal within rounding. Left out:
+    true with fp32 compute, false with bf16."""
+
     verify_transfers: bool = False
     """Check sums of weights, gradients, inputs of layers and states on every way between device, host and disk: what
     arrives changed is sent again. Costs reads of host memory."""
@@ -137,8 +142,9 @@ class Config:
         for name in ("compile", "verify_transfers", "defer_loading", "replan", "save_in_background"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.logits_in_pieces is not None and not isinstance(self.logits_in_pieces, bool):
-            raise UserError(f"logits_in_pieces={self.logits_in_pieces!r} must be True, False or None")
+        for name in ("logits_in_pieces", "exact"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True, False or None")
         # A torch.device is known by its name: this module does without torch.
         is_device = isinstance(self.device, (str, int)) or type(self.device).__module__ == "torch"
         if self.device is not None and (not is_device or isinstance(self.device, bool)):
@@ -170,6 +176,10 @@ class Config:
                 f"master={master!r} does not go with precision={precision!r}: use one of {MASTERS[precision]}"
             )
         return master
+
+    def is_exact(self, precision: str) -> bool:
+        """Micro-batches run as they are given."""
+        return precision == "fp32" if self.exact is None else self.exact
 
     @property
     def moments(self) -> str:
@@ -245,8 +255,8 @@ class StreamOptions:
     """What all that may take. None: no bound."""
 
     micro_batches_a_visit: int | None = None
-    """So many micro-batches have their forward and backward together, in two visits of each layer. None: all of a
-    step."""
+    """So many micro-batches, as they were given, have their forward and backward together, in two visits of each layer.
+    None: all of a step."""
 
     room_bytes: int | None = None
     """Host memory for inputs of layers and kept gradients together, taken at once. None: as much as the gradients, and

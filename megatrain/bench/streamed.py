@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import megatrain as mt
 from megatrain.api import stream
 from megatrain.base.config import StreamOptions
 from megatrain.base.errors import UserError
+from megatrain.batch_rows import grouped
 from megatrain.bench import timing
 from megatrain.bench.work import (
     MAX_NORM,
@@ -78,6 +81,7 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
     engine.wait()
     figures = {
         "num_micro_batches": num_micro_batches,
+        "num_merged_micro_batches": _a_step("num_merged_micro_batches", before, after, times),
         "build_seconds": built_seconds,
         **times.data(),
         **rates(work, flops, times.median_seconds),
@@ -120,6 +124,7 @@ def _initialise(work: Work) -> None:
         optimizer_compression=False if work.compression in (None, "fp32") else work.compression,
         device=work.device,
         compile=work.compile,
+        exact=work.exact or None,
         master=work.master,
         clip=work.clip,
         hbm_home_gb=work.hbm_home_gb,
@@ -142,10 +147,17 @@ def _stream(work: Work, model: nn.Module) -> tuple[Plan | None, nn.Module]:
     stream(model, values, options=StreamOptions(places=places), workload=workload if work.is_planned else None)
     engine = engine_of(model)
     assert engine is not None
-    if engine.plan is None and rows is None:
-        workload = mt.Workload(num_sequences=work.num_sequences, length=work.length, rows=1)
+    if engine.plan is None:
+        workload = dataclasses.replace(workload, rows=_rows_at_once(rows or 1, work, engine))
     # Before a step has been measured: what is learnt from these very steps is no prediction of them.
     return engine.plan or engine.report.predict(workload), model
+
+
+def _rows_at_once(rows: int, work: Work, engine: Engine) -> int:
+    """Of the micro-batches that those of `rows` sequences are merged into."""
+    number = work.num_sequences // rows
+    groups = grouped([0] * number, [rows * work.length] * number, engine.merging.most_tokens)
+    return rows * max(map(len, groups))
 
 
 def _num_micro_batches(work: Work, plan: Plan | None) -> int:
@@ -157,9 +169,7 @@ def _num_micro_batches(work: Work, plan: Plan | None) -> int:
 def _moved(before: dict[str, Any], after: dict[str, Any], times: timing.Timing) -> dict[str, Any]:
     """What the lanes did in a step: seconds, and bytes by way."""
     num_steps = len(times.step_seconds)
-
-    def a_step(name: str) -> float:
-        return (after.get(name, 0) - before.get(name, 0)) / num_steps
+    a_step = functools.partial(_a_step, before=before, after=after, times=times)
 
     def seconds(name: str) -> dict[str, float]:
         return {lane: (now - before[name].get(lane, 0.0)) / num_steps for lane, now in after[name].items()}
@@ -184,6 +194,10 @@ def _moved(before: dict[str, Any], after: dict[str, Any], times: timing.Timing) 
         "num_late_transfers": a_step("num_late_transfers"),
         "num_checks": after["num_checks"],
     }
+
+
+def _a_step(name: str, before: dict[str, Any], after: dict[str, Any], times: timing.Timing) -> float:
+    return (after.get(name, 0) - before.get(name, 0)) / len(times.step_seconds)
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:

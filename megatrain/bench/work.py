@@ -58,6 +58,8 @@ class Work:
     moments_on_disk: int = 0
     """Of so many blocks, the last ones."""
     compile: bool = False
+    exact: bool = False
+    """No micro-batches are merged."""
     replan: bool = False
     attention: str | None = None
     verify_transfers: bool = False

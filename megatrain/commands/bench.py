@@ -61,6 +61,7 @@ class BenchOptions:
     places: str | None = None
     moments_on_disk: int = 0
     compile: bool = False
+    exact: bool = False
     replan: bool = False
     attention: str | None = None
     verify_transfers: bool = False
@@ -158,6 +159,7 @@ def _work(options: BenchOptions, folder: str) -> Work:
         places=options.places,
         moments_on_disk=options.moments_on_disk,
         compile=options.compile,
+        exact=options.exact,
         replan=options.replan,
         attention=options.attention,
         verify_transfers=options.verify_transfers,
@@ -249,6 +251,8 @@ def _own_words(work: Work, outcome: Outcome) -> str:
     number = outcome.figures["num_micro_batches"]
     batches = f"{number} micro-batch{'es' if number > 1 else ''}"
     rows = format_number(work.num_sequences // number, "sequence")
+    merged = outcome.figures["num_merged_micro_batches"]
+    rows += f", merged into {merged:g}" if merged < number else ""
     by = "placed by the planner" if outcome.figures["is_planned"] else "not planned"
     return f"{first}; {batches} of {rows}; {by}"
 

@@ -44,6 +44,7 @@ class PlanOptions:
     compression: str | None = None
     clip: str = "global"
     compile: bool = False
+    exact: bool = False
     vram_gb: float | None = None
     ram_gb: float | None = None
     use_disk: bool = True
@@ -62,7 +63,7 @@ def plan(model: str, options: PlanOptions) -> None:
     trace = None if options.trace is None else writable(options.trace, "--trace")
     outlined = outline_model(model)  # a slip in its name is told before a machine is measured
     machine, note = find_machine(options.machine)
-    question = _question(outlined, machine, workload, settings, options)
+    question, unmerged = _question(outlined, machine, workload, settings, options)
     with _imports_left_alone():
         found = question.answer()
         context = _context(question, found)
@@ -71,7 +72,7 @@ def plan(model: str, options: PlanOptions) -> None:
         if options.as_json:
             print(json.dumps(_data(found, context, _answers(question, found) if options.what_if else []), indent=2))
             return
-        print_plan(console, found, [note, _assumed(options, workload)], context)
+        print_plan(console, found, [note, _assumed(options, workload), unmerged], context)
         if trace is not None:
             print_fact(console, "trace", f"{trace}: open it in chrome://tracing or Perfetto")
         if options.what_if:
@@ -151,25 +152,30 @@ def _settings(options: PlanOptions) -> Config:
         master=options.master,
         clip=options.clip,
         compile=options.compile,
+        exact=options.exact or None,
     )
 
 
 def _question(
     outlined: OutlinedModel, machine: Machine, workload: Workload, settings: Config, options: PlanOptions
-) -> Question:
+) -> tuple[Question, str]:
+    """And why micro-batches of so many rows as were asked for are not merged, if they are not."""
     import dataclasses
 
     from megatrain.plan.what_if import Question
 
     if not (machine.disk_bytes and machine.disk_read_bytes_per_second and machine.disk_write_bytes_per_second):
         settings = dataclasses.replace(settings, offload_dir=None)
-    return Question(
+    reason = outlined.why_unmerged(settings, options.precision)
+    question = Question(
         machine=machine,
         spec_of=outlined.spec,
         precision=options.precision,
-        workload=workload,
+        workload=dataclasses.replace(workload, merges=not reason),
         config=settings,
     )
+    has_several = workload.rows is not None and workload.rows < workload.num_sequences
+    return question, f"micro-batches are not merged: {reason}" if reason and has_several else ""
 
 
 def find_machine(name: str) -> tuple[Machine, str]:

@@ -33,6 +33,7 @@ from megatrain.execute.first_line import describe_run
 from megatrain.execute.insides import InsidesStore
 from megatrain.execute.layer import StreamedLayer, Views
 from megatrain.execute.logits import logits_later
+from megatrain.execute.merging import Merging
 from megatrain.execute.mover import HomeMover
 from megatrain.execute.passes import Passes
 from megatrain.execute.report import RunReport, run_stats
@@ -139,17 +140,15 @@ class Engine:
         kinds = kept_kinds(layers, self.options.kept_layers, compiled=self.config.compile)
         self.insides = InsidesStore(kinds, self.options.kept_bytes, compiled=self.config.compile)
         self.fetcher = Fetcher(self, resident)
-        self.attention = AttentionKernels()
-        self.is_collecting = False
-        self.measure_updates = False
+        self.attention, self.merging = AttentionKernels(), Merging(0)
+        self.is_collecting = self.measure_updates = False
         self.set_aside = SetAside()
         self.consumer: weakref.WeakMethod[Callable[[Home], None]] | None = None
         """With clip="layer": queues the update of a home whose gradients were just sent home, which uses them up."""
         self.is_last: dict[str, bool] = {}
         self.num_steps = 0
         self._visits = Visits(self.transport)
-        self._depth = 0
-        self._thread = 0
+        self._depth = self._thread = 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._consumed: set[Home] = set()
         self._looked_at: Home | None = None
@@ -266,16 +265,17 @@ class Engine:
         self.passes.join_autograd()
 
     @_alone
-    def accumulate(self, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    def accumulate(self, thunks: Sequence[Callable[[], torch.Tensor]], sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches of a step, layer-major.
 
         Args:
             thunks: each runs the model's own forward on one micro-batch and returns its scalar loss.
+            sizes: how many of the user's micro-batches each stands for. Empty: one.
 
         Returns the detached losses in order. Gradients are at home, or on their way.
         """
         self.check_trainable()
-        return accumulate_with_room(self, thunks)
+        return accumulate_with_room(self, thunks, sizes or [1] * len(thunks))
 
     def _send(self, home: Home, packet: GradientPacket) -> None:
         """A pass's gradients of `home` are complete."""

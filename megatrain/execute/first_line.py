@@ -58,10 +58,11 @@ def describe_run(engine: Engine) -> str:
     checked = ", transfers checked" if engine.transport.hops.verifies else ""
     throttle = engine.transport.hops.throttle
     held = "" if throttle is None else f", link held down to {throttle.bytes_per_second / GB:g} GB/s each way"
+    merged = f", {engine.merging.describe()}" if engine.merging.describe() else ""
     return (
         f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
         f"{len(engine.layers) - num_blocks} other layers streamed through {engine.device}{living}; "
-        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}{held}{kept}"
+        f"{describe_states(engine.formats, engine.config)}{on_disk}{compiled}{attention}{checked}{held}{kept}{merged}"
     )
 
 

@@ -224,6 +224,7 @@ def run_stats(engine: Engine) -> dict[str, Any]:
         **engine.transport.hops.counts.stats(),
         **engine.transport.hops.link.stats(),
         "offloaded_activation_bytes": engine.activations.offloaded_bytes,
+        **engine.merging.stats(),
         "stall_seconds": transport.stall_seconds(),
         "busy_seconds": transport.busy_seconds(),
         **transport.prediction_stats(),

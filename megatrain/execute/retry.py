@@ -1,11 +1,12 @@
 """A step that the device's memory did not hold is done again with less kept there: first without what the run itself
-has moved there (`execute/changes.py`), then without what layers compute inside, then with half of the inputs of layers,
-then with all of them in host memory.
+has moved there (`execute/changes.py`), then by the caller with smaller micro-batches if it had merged some
+(`megatrain/micro_batches.py`), then without what layers compute inside, then with half of the inputs of layers, then
+with all of them in host memory.
 
 Rule: the result is that of a step that went through at once, bit for bit: random numbers are drawn again from where
 they were, and nothing that a failed try left behind counts. Where that cannot be (gradients were added to earlier
 ones, updates have run, buffers have changed), or where it is of no use, StepTooLargeError says so. Its caller may go on
-with smaller micro-batches (`megatrain/fewer_rows.py`) if the step `is_undone`.
+with fewer rows at a time if the step `is_undone`.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ def free_device_bytes(engine: Engine) -> int:
     return max(0, min(free_bytes, limit_bytes - torch.cuda.memory_allocated(engine.device)))
 
 
-def accumulate_with_room(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-    """As `run_accumulated`. Raises StepTooLargeError where another try is of no use."""
+def accumulate_with_room(
+    engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]], sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """As `run_accumulated`. Raises StepTooLargeError where another try is of no use, or with micro-batches that are
+    merged of less than ones that are not."""
     start = _Start(engine)
     while True:
         try:
-            return run_accumulated(engine, thunks)
+            return run_accumulated(engine, thunks, sizes)
         except torch.OutOfMemoryError as error:
             _let_go(error)
             obstacle = start.obstacle()
@@ -76,6 +80,8 @@ def accumulate_with_room(engine: Engine, thunks: Sequence[Callable[[], torch.Ten
             if engine.changes.give_way():
                 _empty_cache(engine)
                 continue
+            if any(size > 1 for size in sizes):
+                raise StepTooLargeError("its micro-batches are merged", error, engine, is_undone=True) from error
             if not _keep_less(engine):
                 reason = "all inputs of layers wait in host memory already"
                 raise StepTooLargeError(reason, error, engine, is_undone=True) from error

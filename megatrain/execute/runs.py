@@ -71,8 +71,6 @@ class Run(greenlet.greenlet):
         self.aliases: dict[Field, torch.Tensor] = {}
         self.hooks: list[TensorHooks] = []
         """Those on outputs of layers."""
-        self.owners: dict[Node, Node] = {}
-        """Nodes of layers, which are objects of Python and do not keep their part of the graph; and what keeps it."""
 
         self.attributes = OwnAttributes()
         self.layer: StreamedLayer | None = None
@@ -102,7 +100,6 @@ class Run(greenlet.greenlet):
             self.layer = None
         self.aliases.clear()
         self.hooks.clear()
-        self.owners.clear()
         self.loss = None
         self.kept.clear()
 
@@ -134,11 +131,8 @@ class Run(greenlet.greenlet):
         """Called from inside: `call` is part of this micro-batch's graph."""
         differentiable = [output for output in outputs if output.requires_grad]
         self.hooks += map(hooks_of, differentiable)
-        edge = torch.autograd.graph.get_gradient_edge
-        if differentiable:
-            start = edge(differentiable[0])
-            self.owners[start.node] = start.ownership_token
         if call.keep_graph and call.kept is not None and differentiable:
+            edge = torch.autograd.graph.get_gradient_edge
             of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
             self.kept.append(_Kept(call, differentiable[0].grad_fn, of_inputs))
 
@@ -180,7 +174,9 @@ def current_run(engine: Engine) -> Run | None:
     return current if isinstance(current, Run) and current.engine is engine else None
 
 
-def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+def run_accumulated(
+    engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]], sizes: Sequence[int]
+) -> list[torch.Tensor]:
     """See `Engine.accumulate`."""
     if isinstance(greenlet.getcurrent(), Run):
         raise UserError("accumulate was called from inside a micro-batch: call it once, around all of them")
@@ -194,8 +190,7 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
     after = torch.get_rng_state()
     pairs = zip(thunks, seeds, strict=True)
     runs = [Run(engine, thunk, seed, number) for number, (thunk, seed) in enumerate(pairs)]
-    size = engine.options.micro_batches_a_visit or len(runs)
-    groups = [runs[start : start + size] for start in range(0, len(runs), size)]
+    groups = _grouped(runs, sizes, engine.options.micro_batches_a_visit)
     losses: list[torch.Tensor] = []
     try:
         engine.passes.hold()
@@ -219,6 +214,19 @@ def run_accumulated(engine: Engine, thunks: Sequence[Callable[[], torch.Tensor]]
         for run in runs:
             run.abandon()
     return losses
+
+
+def _grouped(runs: list[Run], sizes: Sequence[int], most: int | None) -> list[list[Run]]:
+    """Those that have their forward and backward together: as long as their sizes come to no more than `most`."""
+    groups: list[list[Run]] = []
+    total = 0
+    for run, size in zip(runs, sizes, strict=True):
+        if not groups or (most is not None and total + size > most):
+            groups.append([])
+            total = 0
+        groups[-1].append(run)
+        total += size
+    return groups
 
 
 def _forward(engine: Engine, runs: list[Run]) -> tuple[Roots, list[torch.Tensor]]:
@@ -292,11 +300,7 @@ def _loss_backward(engine: Engine, run: Run) -> tuple[torch.Tensor, Roots]:
         roots += _kept_backward(engine, kept, [pair for pair in found if pair[0].node is kept.node])
     nodes = {kept.node for kept in run.kept}
     run.drop_kept()
-    for edge, grad in found:
-        if edge.node not in nodes:
-            roots.append((edge._replace(ownership_token=run.owners.get(edge.node)), grad))
-    run.owners.clear()
-    return loss.detach(), roots
+    return loss.detach(), [*roots, *(pair for pair in found if pair[0].node not in nodes)]
 
 
 def _kept_backward(engine: Engine, kept: _Kept, found: Roots) -> Roots:

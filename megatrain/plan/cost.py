@@ -64,6 +64,10 @@ at 316 (estimated). Fewer save little: the sum and a piece's gradient are 6 byte
 PIECE_LOGITS = 1 << 26
 """Where the vocabulary is so small that these are more tokens than that: 1.2 GB at `LOGIT_BYTES`."""
 
+MERGED_TOKENS = 16384
+"""Of a micro-batch that several are merged into, at most, where nothing was planned: 16 x 1024, with which the layer
+above was measured."""
+
 ALLOCATOR_GAPS = 1.03
 """Reserved for a byte of the layer at work: what the allocator cannot use again (measured 0-3 %)."""
 
@@ -197,6 +201,18 @@ def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: i
         return int(ALLOCATOR_GAPS * tokens * spec.vocabulary_size * logit_bytes)
     numbers = activation_bytes(spec, layer, compiled=compiled) if layer.kind == "block" else 0
     return int(ALLOCATOR_GAPS * tokens * numbers)
+
+
+def mergeable_tokens(spec: ModelSpec, num_bytes: int, *, compiled: bool) -> int:
+    """Of a micro-batch that several are merged into: `MERGED_TOKENS`, or the half of it and so on, so that the layer
+    that takes most at work on them takes no more than `num_bytes`. 0: not even one token has room."""
+    tokens = MERGED_TOKENS
+    while tokens:
+        work = Workload(num_sequences=2, length=tokens, rows=1)
+        if max(working_bytes(spec, layer, work, 1, compiled=compiled) for layer in spec.layers) <= num_bytes:
+            break
+        tokens //= 2
+    return tokens
 
 
 def device_update_seconds(machine: Machine, sizes: dict[str, int]) -> float:

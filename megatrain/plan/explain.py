@@ -84,10 +84,8 @@ def describe(plan: Plan) -> str:
     choice, spec = plan.choice, plan.spec
     num_homes = sum(bool(home.layers) for home in spec.homes)
     num_micro = -(-plan.workload.num_sequences // choice.rows)
-    plural = "es" if num_micro > 1 else ""
-    up_to = "up to " if plan.workload.num_sequences % choice.rows else ""
     together = f", {choice.group} at a time" if choice.group is not None and choice.group < num_micro else ""
-    sentences = [f"{num_micro} micro-batch{plural} of {up_to}{choice.rows} x {plan.workload.length:,} tokens{together}"]
+    sentences = [f"{_micro_batches(plan)}{together}"]
     on_device = plan.num_on_device
     if on_device == num_homes:
         sentences.append("all layers live and are updated on the device")
@@ -140,6 +138,19 @@ def describe_kept(plan: Plan) -> str:
     return f"{', '.join(parts)} for the backward{others}"
 
 
+def _micro_batches(plan: Plan) -> str:
+    workload = plan.workload
+
+    def of(rows: int) -> str:
+        number = -(-workload.num_sequences // rows)
+        up_to = "up to " if workload.num_sequences % rows else ""
+        return f"{number} micro-batch{'es' if number > 1 else ''} of {up_to}{rows} x {workload.length:,} tokens"
+
+    if workload.rows is None or plan.num_merged == 1:
+        return of(plan.choice.rows)
+    return f"{of(workload.rows)}, merged into {of(plan.choice.rows)} (equal within rounding; exact=True: not)"
+
+
 def as_data(plan: Plan) -> dict[str, Any]:
     """Everything that is printed, for programs. Bytes and seconds."""
     spec, workload, simulation = plan.spec, plan.workload, plan.simulation
@@ -162,6 +173,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         },
         "plan": {
             "rows": plan.choice.rows,
+            "merged": plan.num_merged,
             "slots": plan.choice.num_slots,
             "homes_on_device": plan.num_on_device,
             "activation_bytes_on_device": plan.choice.activation_bytes,

@@ -80,6 +80,16 @@ class Plan:
         return sum(place == HBM for place in self.choice.places)
 
     @property
+    def num_merged(self) -> int:
+        """Micro-batches as they are given in one of the plan's."""
+        return self.workload.num_merged(self.choice.rows)
+
+    @property
+    def group_as_given(self) -> int | None:
+        """Micro-batches, as they are given, that go together; None: all of a step."""
+        return None if self.choice.group is None else self.choice.group * self.num_merged
+
+    @property
     def kept_bytes(self) -> int:
         """Device memory of what layers keep that they compute inside, at most."""
         num_tokens = self.choice.group_tokens(self.workload)

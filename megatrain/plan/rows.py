@@ -233,15 +233,24 @@ def activation_bytes(placement: Placement, device_bytes: int | None) -> int:
     Args:
         device_bytes: device memory that may be used in all; None is without bound (the host is the device).
     """
-    options = placement.options
-    if options.activation_bytes is not None:
-        return options.activation_bytes
+    if placement.options.activation_bytes is not None:
+        return placement.options.activation_bytes
     if device_bytes is None:
         return UNBOUNDED
+    return int(BOUNDARY_SHARE * _left_bytes(placement, device_bytes))
+
+
+def working_room_bytes(placement: Placement, device_bytes: int) -> int:
+    """The layer at work and the loss may take: the device memory that slots, gradients, homes and inputs leave."""
+    return int((1 - BOUNDARY_SHARE) * _left_bytes(placement, device_bytes))
+
+
+def _left_bytes(placement: Placement, device_bytes: int) -> int:
+    options = placement.options
     slot_bytes = _slot_bytes(placement.streamed, options)
     home_bytes = sum(placement.part_bytes(part, HBM_TIER) for part in PARTS) + placement.update_bytes
     fixed_bytes = slot_bytes + _gradient_bytes(placement.plans, options) + home_bytes
-    return max(0, int(BOUNDARY_SHARE * (device_bytes - fixed_bytes)))
+    return max(0, device_bytes - fixed_bytes)
 
 
 def _slot_bytes(plans: list[HomePlan], options: StreamOptions) -> int:

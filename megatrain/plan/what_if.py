@@ -81,6 +81,9 @@ def _changes(question: Question, uses_disk: bool) -> Iterator[tuple[str, Questio
         yield "bf16 masters, 4bit moments", with_config(master="bf16", optimizer_compression="4bit")
     if not config.compile:
         yield "compile", with_config(compile=True)
+    if question.workload.merges and question.workload.rows is not None:
+        apart = dataclasses.replace(question.workload, merges=False)
+        yield "exact (no micro-batches merged)", dataclasses.replace(question, workload=apart)
     yield "half the host memory", with_ram(0.5)
     yield "twice the host memory", with_ram(2)
     if uses_disk:

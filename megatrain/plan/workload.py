@@ -25,6 +25,10 @@ class Workload:
     masked: bool = False
     """Rows are packed or padded, so that attention is given a mask: its kernel is chosen for one."""
 
+    merges: bool = False
+    """Several micro-batches may be merged into one: the plan chooses how many. `mt.stream` sets it, where the model and
+    `mt.init(exact=)` allow it."""
+
     reads_logits: bool = False
     """The loss is one of your own that looks at whole logits: memory is planned for these, and not for pieces."""
 
@@ -43,8 +47,19 @@ class Workload:
         return self.num_sequences * self.length
 
     def row_choices(self) -> list[int]:
-        """Sequences of a micro-batch that the plan may choose, most first: the divisors, so that all are of a size."""
-        if self.rows is not None:
+        """Sequences of a micro-batch that the plan may choose, most first: so that all are of a size."""
+        if self.rows is None:
+            return _divisors(self.num_sequences)
+        if not self.merges or self.num_sequences % self.rows:
             return [self.rows]
-        small = [rows for rows in range(1, math.isqrt(self.num_sequences) + 1) if self.num_sequences % rows == 0]
-        return sorted({*small, *(self.num_sequences // rows for rows in small)}, reverse=True)
+        return [self.rows * count for count in _divisors(self.num_sequences // self.rows)]
+
+    def num_merged(self, rows: int) -> int:
+        """Micro-batches as they are given in one of `rows` sequences."""
+        return max(1, rows // self.rows) if self.merges and self.rows else 1
+
+
+def _divisors(number: int) -> list[int]:
+    """Largest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)}, reverse=True)
