@@ -82,7 +82,8 @@ def outline_model(
     plan = None
     reason = why_unmerged(model, config, precision, workload)
     if workload is not None and device.type == "cuda" and options.places is None:
-        plan = plan_run(model, formats, config, dataclasses.replace(workload, merges=not reason), device)
+        merges = not (reason or workload.varied)
+        plan = plan_run(model, formats, config, dataclasses.replace(workload, merges=merges), device)
         options = options_of(plan, options)
     options = check_device_memory(plans, config, options)
     disk = None if config.offload_dir is None else DiskMemory(config.offload_folders)
@@ -159,7 +160,7 @@ def _merging(
 
 def _example(workload: Workload | None, most_tokens: int) -> str:
     """What becomes of a step's micro-batches, where they are known, and of one length."""
-    if workload is None or workload.rows is None:
+    if workload is None or workload.rows is None or workload.varied:
         return ""
     number = -(-workload.num_sequences // workload.rows)
     groups = grouped([0] * number, [workload.rows * workload.length] * number, most_tokens)

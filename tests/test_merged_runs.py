@@ -19,12 +19,14 @@ from comparing import gradients
 from planning_helpers import builtin, machine, wide_llama
 from rows_helpers import Memory, assert_close, batches
 from saving_helpers import make_trainer
-from trainer_helpers import assert_equal_weights, llama, train
+from trainer_helpers import arguments, assert_equal_weights, llama, train
 
 import megatrain as mt
 from megatrain.arithmetic import MERGED, arithmetic_of
 from megatrain.base.config import Config, StreamOptions
+from megatrain.base.errors import UserError
 from megatrain.bench.streamed import _rows_at_once, measure_streamed
+from megatrain.data.lengths import likely_workload
 from megatrain.execute.engine import engine_of
 from megatrain.execute.retry import StepTooLargeError
 from megatrain.outline import outline_model
@@ -214,12 +216,16 @@ def test_a_plan_merges_micro_batches_where_that_is_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "exact", "reads_logits", "merges"),
-    [({}, False, False, True), ({}, True, False, False), ({}, None, False, False), ({}, False, True, False),
-     ({"attention_dropout": 0.1}, False, False, False)],
+    ("changes", "exact", "of_work", "merges"),
+    [({}, False, {}, True), ({}, True, {}, False), ({}, None, {}, False), ({}, False, {"reads_logits": True}, False),
+     ({}, False, {"varied": True}, False), ({"attention_dropout": 0.1}, False, {}, False)],
 )  # fmt: skip
 def test_a_run_on_a_gpu_is_planned_as_it_may_be_merged(
-    changes: dict[str, float], exact: bool | None, reads_logits: bool, merges: bool, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, float],
+    exact: bool | None,
+    of_work: dict[str, bool],
+    merges: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def plan_run(model: Any, formats: Any, config: Config, workload: Workload, device: torch.device) -> None:
         assert workload.merges == merges and workload.rows == 1
@@ -227,11 +233,21 @@ def test_a_run_on_a_gpu_is_planned_as_it_may_be_merged(
 
     monkeypatch.setattr("megatrain.outline._device", lambda config: torch.device("cuda", 0))
     monkeypatch.setattr("megatrain.outline.plan_run", plan_run)
-    work = Workload(num_sequences=4, length=9, rows=1, reads_logits=reads_logits)
+    work = Workload(num_sequences=4, length=9, rows=1, **of_work)
     with pytest.raises(StopIteration):
         outline_model(
             llama(**changes), Config(exact=exact), StreamOptions(), bf16=None, may_be_meta=False, workload=work
         )
+
+
+def test_sequences_of_several_lengths_are_not_planned_to_be_merged(tmp_path: Path) -> None:
+    one, several = (
+        likely_workload([{"input_ids": [1] * length} for length in lengths], arguments(tmp_path))
+        for lengths in ((9, 9, 9), (9, 7, 9))
+    )
+    assert not one.varied and several.varied
+    with pytest.raises(UserError, match="varied=1 must be True or False"):
+        Workload(num_sequences=4, length=9, varied=1)
 
 
 def test_groups_of_a_plan_are_told_in_micro_batches_as_they_are_given() -> None:

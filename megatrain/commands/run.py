@@ -159,12 +159,13 @@ def _card(recipe: Recipe) -> Facts:
 def _workload(datasets: Datasets, arguments: TrainingArguments) -> Workload:
     """A step, every row as long as the longest: so that memory is planned for the worst."""
     rows, train = arguments.per_device_train_batch_size, datasets.train
-    is_padded = rows > 1 and train.num_tokens < len(train) * train.longest
+    varied = train.num_tokens < len(train) * train.longest
     return Workload(
         num_sequences=rows * arguments.gradient_accumulation_steps,
         length=train.longest,
         rows=rows,
-        masked=train.packed or is_padded,
+        masked=train.packed or (varied and rows > 1),
+        varied=varied,
         reads_logits=arguments.label_smoothing_factor > 0,
     )
 

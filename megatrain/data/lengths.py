@@ -49,8 +49,9 @@ def likely_workload(dataset: Any, args: TrainingArguments) -> Workload | None:
     rows = min(args.per_device_train_batch_size, len(dataset))
     num_sequences = min(rows * args.gradient_accumulation_steps, len(dataset))
     is_packed = "position_ids" in (dataset.column_names if _is_of_datasets(dataset) else dataset[0])
-    is_padded = rows > 1 and len(set(_lengths(dataset))) > 1
-    return Workload(num_sequences=num_sequences, length=length, rows=rows, masked=is_packed or is_padded)
+    varied = len(set(_lengths(dataset))) > 1
+    masked = is_packed or (varied and rows > 1)
+    return Workload(num_sequences=num_sequences, length=length, rows=rows, masked=masked, varied=varied)
 
 
 def _is_of_datasets(dataset: Any) -> bool:

@@ -25,6 +25,9 @@ class Workload:
     masked: bool = False
     """Rows are packed or padded, so that attention is given a mask: its kernel is chosen for one."""
 
+    varied: bool = False
+    """Sequences differ in length, so that hardly two micro-batches are of one: the plan merges none."""
+
     merges: bool = False
     """Several micro-batches may be merged into one: the plan chooses how many. `mt.stream` sets it, where the model and
     `mt.init(exact=)` allow it."""
@@ -37,8 +40,9 @@ class Workload:
             is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
             if not is_count and not (value is None and name == "rows"):
                 raise UserError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}")
-        if not isinstance(self.masked, bool):
-            raise UserError(f"masked={self.masked!r} must be True or False")
+        for name, value in (("masked", self.masked), ("varied", self.varied)):
+            if not isinstance(value, bool):
+                raise UserError(f"{name}={value!r} must be True or False")
         if self.rows is not None and self.rows > self.num_sequences:
             raise UserError(f"rows={self.rows} of a micro-batch are more than the {self.num_sequences} of the step")
 
