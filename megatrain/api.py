@@ -71,20 +71,19 @@ def init(
     logits_in_pieces: bool | None = None,
     attention: str | None = None,
     exact: bool | None = None,
+    tile_tokens: int | bool | None = None,
 ) -> None:
     """Settings for the models streamed from now on. Optional: what is not said is probed.
 
     Args:
-        offload_dir: a folder, or several on different disks, for what of the homes does not fit in memory. Its files
-            vanish with the process. A relative one is that of now, wherever the process goes later.
+        offload_dir: a folder, or several on different disks, for what does not fit in memory, until the process ends.
         max_vram_gb: device memory to use at most, in GB (1e9 bytes).
         max_ram_gb: host memory to use at most, in GB (1e9 bytes): with a GPU of the whole process, else for homes.
         optimizer_compression: format of the moments. False: exact fp32. "lossless": exact, entropy-coded. Lossy: True
             or "4bit" (about 1 byte a parameter instead of 8), "8bit", "bf16". See docs/compression.md.
-        precision: "fp32" (fp32 throughout, TF32 off), "bf16" (bf16 compute, exact fp32 master), or None: bf16 when
-            TrainingArguments.bf16 is set or the model was loaded in bf16, else fp32.
+        precision: "fp32" (TF32 off), "bf16" (exact fp32 master); None: bf16 if TrainingArguments or the model say so.
         device: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one.
-        compile: compile each kind of block with torch.compile (faster after a start-up; last bits may differ).
+        compile: each kind of block with torch.compile (faster after a start-up; last bits may differ).
         master: "fp32" with fp32 compute; with bf16 "split" (exact, 16 + 16 bits, the default) or "bf16" (stochastic).
         grad_dtype: of gradients on their way home, after their sum in fp32: "fp32", "bf16", or None: as the weights.
         clip: "global" (exact norm; gradients are kept) or "layer" (by its own norm, in the backward; none is kept).
@@ -97,6 +96,7 @@ def init(
         verify_transfers: check sums of what is moved: what arrives changed is sent again (docs/reliability.md).
         max_link_gb_s: most GB (1e9 bytes) a second between host and device, each way: to try a slower link.
         logits_in_pieces: head and loss in pieces of the tokens (to rounding). None: where there are several.
+        tile_tokens: of MLPs and norms at a time (to rounding). None: 4096, in rows of over 32,768. False: all tokens.
         attention: kernel to prefer: "flash", "cudnn", "efficient", "math"; None: the fastest; "torch": its own choice.
         exact: True: merge no micro-batches. False: those of one length, if harmless (to rounding). None: True in fp32.
 

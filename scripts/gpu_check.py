@@ -4,6 +4,7 @@
     python scripts/gpu_check.py flat
     python scripts/gpu_check.py attention
     python scripts/gpu_check.py layer
+    python scripts/gpu_check.py long
     python scripts/gpu_check.py figures --only 3B
 
 Prints one line a check and exits with 1 if one failed. Figures are JSON objects of `megatrain bench`.
@@ -26,6 +27,7 @@ from gpu_attention import run_attention
 from gpu_compiled import check_compiled, check_kept_in_part, run_layer
 from gpu_figures import FIGURES, OFFLOAD_DIR, run_figures
 from gpu_link import check_throttle, check_waits
+from gpu_long import run_long
 from gpu_merging import check_merged
 from gpu_models import gemma, llama, mixtral
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -337,10 +339,11 @@ def run_flat() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("correctness", "flat", "attention", "layer", "figures"))
+    checks = {"correctness": run_correctness, "flat": run_flat, "attention": run_attention, "layer": run_layer}
+    checks["long"] = run_long
+    parser.add_argument("what", choices=(*checks, "figures"))
     parser.add_argument("--only", nargs="*", choices=FIGURES, default=["3B", "7B", "7B-24GB"])
     args = parser.parse_args()
-    checks = {"correctness": run_correctness, "flat": run_flat, "attention": run_attention, "layer": run_layer}
     checks["figures"] = lambda: run_figures(args.only)
     sys.exit(0 if checks[args.what]() else 1)
 

@@ -113,3 +113,11 @@ def assert_near_truth(plain: nn.Module, model: nn.Module, way: str, many: list[d
     for name, gradient in right.items():
         near = 2 * (other[name] - gradient).norm() + NEAR * ulp * gradient.norm()
         assert (found[name] - gradient).norm() <= near, name
+
+
+def without_key_biases(model: nn.Module) -> nn.Module:
+    """They change no score's order, so that their true gradient is zero, and rounding all that there is of it."""
+    for key, parameter in model.named_parameters():
+        if key.endswith(("key.bias", "k_proj.bias")):
+            parameter.requires_grad_(False)
+    return model

@@ -9,8 +9,19 @@ import pytest
 import torch
 from comparing import gradients, stream, the_engine, zero_grad
 from model_zoo import CONFIGS, VOCAB, make_model, padded_batch
-from pieces_helpers import ULP, WAYS, Loss, Scored, assert_near_truth, batches, in_pieces_of_five, rows_of, run, step
-from torch import nn
+from pieces_helpers import (
+    ULP,
+    WAYS,
+    Loss,
+    Scored,
+    assert_near_truth,
+    batches,
+    in_pieces_of_five,
+    rows_of,
+    run,
+    step,
+    without_key_biases,
+)
 from torch.nn import functional
 from trainer_helpers import Recorder, arguments, llama, rows
 
@@ -91,14 +102,6 @@ def test_a_router_s_loss_beside_it(way: str, calls: list[bool]) -> None:
     torch.testing.assert_close(losses, expected)
     torch.testing.assert_close(gradients(model), gradients(plain))
     assert calls
-
-
-def without_key_biases(model: nn.Module) -> nn.Module:
-    """They change no score's order, so that their true gradient is zero, and rounding all that there is of it."""
-    for key, parameter in model.named_parameters():
-        if key.endswith(("key.bias", "k_proj.bias")):
-            parameter.requires_grad_(False)
-    return model
 
 
 def test_targets_of_a_step_are_counted_together(calls: list[bool]) -> None:

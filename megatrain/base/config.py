@@ -98,6 +98,10 @@ class Config:
     """True: micro-batches run as they are given. False: those of one length are merged where nothing couples their rows
     (no router's loss, batch norm, limited experts, dropout): fewer and larger kernels, equal within rounding. Left out:
     true with fp32 compute, false with bf16."""
+    tile_tokens: int | bool | None = None
+    """Run MLPs, norms and whatever else in a block does each token alone on so many tokens of a micro-batch at a time.
+    Equal to whole modules to rounding. Left out: 4096 in rows of more than 32,768 tokens, without `compile`. False:
+    never. A number: wherever a micro-batch has more tokens."""
 
     verify_transfers: bool = False
     """Check sums of weights, gradients, inputs of layers and states on every way between device, host and disk: what
@@ -145,11 +149,24 @@ class Config:
         for name in ("logits_in_pieces", "exact"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True, False or None")
+        self._check_tiles()
         # A torch.device is known by its name: this module does without torch.
         is_device = isinstance(self.device, (str, int)) or type(self.device).__module__ == "torch"
         if self.device is not None and (not is_device or isinstance(self.device, bool)):
             raise UserError(f"device={self.device!r} is not known: use 'cuda', 'cuda:0' or 'cpu'")
         self._check_offload_dir()
+
+    def _check_tiles(self) -> None:
+        tile = self.tile_tokens
+        if tile is None or tile is False:
+            return
+        if isinstance(tile, bool) or not isinstance(tile, int) or tile < 1:
+            raise UserError(f"tile_tokens={tile!r} must be a number of tokens, at least 1, False or None")
+        if self.compile:
+            raise UserError(
+                f"tile_tokens={tile} does not go with compile=True, whose blocks are compiled in one piece: leave one "
+                "of the two out"
+            )
 
     def _check_formats(self) -> None:
         if self.optimizer_compression == "2bit":

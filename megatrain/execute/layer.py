@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from megatrain.execute.parameters import COPY_REMEDY, HomeParameter
 from megatrain.spec.discover import FoundLayer, ParameterUse
 from megatrain.spec.layout import Field, view_field
 from megatrain.store.home import Home
+
+if TYPE_CHECKING:
+    from megatrain.execute.tiles import LayerTiles
 
 
 class Views(dict[Field, torch.Tensor]):
@@ -67,6 +70,7 @@ class StreamedLayer:
         self.modules = list(found.module.modules())
         self.forward = _forward_of(found.module)
         self.compiled: Compiled | None = None
+        self.tiles: LayerTiles | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
         self.own_modules = [module for module in self.modules if not _is_torchs_own(module)]
         """Those whose forward may set attributes."""
@@ -96,7 +100,8 @@ class StreamedLayer:
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The forward that the module's authors wrote. Enter with weights bound."""
-        return self.forward(self.module, *args, **kwargs)
+        with contextlib.nullcontext() if self.tiles is None else self.tiles.in_place(args, kwargs):
+            return self.forward(self.module, *args, **kwargs)
 
     def run_training(self, args: tuple, kwargs: dict[str, Any], keeps: str = "all") -> Any:
         """`run`, compiled if the engine compiles. keeps: what of it is kept for its backward, in grad mode."""

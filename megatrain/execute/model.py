@@ -22,6 +22,7 @@ from megatrain.execute.guard import protect
 from megatrain.execute.layer import StreamedLayer, stream_module
 from megatrain.execute.moving import Initialize, check_not_moved
 from megatrain.execute.parameters import COPY_REMEDY, HomeParameter, HomeView
+from megatrain.execute.tiles import tile_layers
 from megatrain.spec.discover import FoundLayer, parameter_uses
 from megatrain.spec.homes import HomePlan
 from megatrain.store.home import Home
@@ -243,6 +244,7 @@ def install(model: nn.Module, engine: Engine, write_card: Callable[[nn.Module, P
             module.gradient_checkpointing = False
     for layer in engine.layers:
         stream_module(layer, engine.call)
+    tile_layers(engine.layers, engine.config, engine.device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatrain")
 
 REMEDIES = (
-    "shorter rows; more of the device's memory (mt.init(max_vram_gb=...)); less that lives there "
-    "(mt.init(hbm_home_gb=0)); mt.init(workload=mt.Workload(num_sequences=, length=, rows=)), which plans memory for "
-    "what is to come"
+    "shorter rows; blocks in tiles of tokens (mt.init(tile_tokens=4096)); more of the device's memory "
+    "(mt.init(max_vram_gb=...)); less that lives there (mt.init(hbm_home_gb=0)); "
+    "mt.init(workload=mt.Workload(num_sequences=, length=, rows=)), which plans memory for what is to come"
 )
 
 

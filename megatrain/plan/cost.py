@@ -37,6 +37,18 @@ LAST_PRODUCT = 0.28
 of forward and backward with the products kept, 514 with the input alone, against 634 with all and 484 with a second
 forward (16 x 1024 tokens; 107, 7 and 159 KB kept a token)."""
 
+WHOLE_PER_HIDDEN = 4.0
+"""Numbers that a block keeps for all tokens where its other insides are those of a tile, for each element of the
+hidden state: its input, what comes in between its halves, and both behind their norms. Beside them queries, keys,
+values and what attention makes of them. Qwen2-7B: 45.3 KB in bf16; counted on a CPU 45.7."""
+PASSING_PER_HIDDEN = 2.0
+"""The same on top while the block is at work: a gradient (counted on a CPU: 1 for each), and what a kernel of
+attention's backward sums in fp32 (estimated)."""
+TRIED_TILES = 2
+"""Run whole once, to see that tiles are right (`execute/token_wise.py`)."""
+TILE_TRAFFIC_BYTES = 12
+"""A parameter and tile: its gradient written, read, and added to the sum in fp32."""
+
 FORWARD_PASSES = {False: 3.2, True: 0.4}
 BACKWARD_PASSES = {False: 9.7, True: 5.7}
 """Activations that pass through device memory beside matrix products, in layers' activations; by `compile`."""
@@ -67,6 +79,12 @@ PIECE_LOGITS = 1 << 26
 MERGED_TOKENS = 16384
 """Of a micro-batch that several are merged into, at most, where nothing was planned: 16 x 1024, with which the layer
 above was measured."""
+
+LONG_ROW_TOKENS = 1 << 15
+"""Blocks of longer rows run in tiles by themselves: 7.8 GB of activations in one layer of Qwen2-7B."""
+TILE_TOKENS = 4096
+"""Of a tile, in all rows of a micro-batch. A tile's gradients of the weights are added to their sums as those of a
+piece of logits are; at 4096 tokens that takes a twelfth of the time of the products (estimated)."""
 
 ALLOCATOR_GAPS = 1.03
 """Reserved for a byte of the layer at work: what the allocator cannot use again (measured 0-3 %)."""
@@ -119,6 +137,11 @@ def visit_cost(
     passing = activation_bytes(spec, layer, compiled=False) * tokens / machine.hbm_bytes_per_second
     forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
     backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
+    if tile := tile_of(spec, layer, rows, workload.length):
+        # Computed once more, a tile at a time, and each tile's gradients added up.
+        parameters, num_tiles = tiled_parameters(spec, layer), num_micro * -(-workload.length // tile)
+        backward += 2 * parameters * tokens / rate + FORWARD_PASSES[False] * passing
+        sums += num_tiles * TILE_TRAFFIC_BYTES * parameters / machine.hbm_bytes_per_second
     again = forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS
     once = backward + sums + num_micro * (BACKWARD_LAUNCH_SECONDS - FORWARD_LAUNCH_SECONDS)
     forward += num_micro * FORWARD_LAUNCH_SECONDS
@@ -147,6 +170,18 @@ def tokens_at_once(vocabulary: int) -> int:
     return max(PIECE_TOKENS, PIECE_LOGITS // vocabulary)
 
 
+def tokens_of_tile(setting: int | bool | None, rows: int, length: int) -> int | None:
+    """Of a row, in one tile of a micro-batch of `rows` x `length` tokens; None: its blocks run whole.
+
+    setting: `Config.tile_tokens`.
+    """
+    if setting is False:
+        return None
+    is_on = length > LONG_ROW_TOKENS if setting is None else rows * length > setting
+    tile = max(1, (TILE_TOKENS if setting is None else setting) // rows)
+    return tile if is_on and length > tile else None
+
+
 def pieces_of(spec: ModelSpec, layer: LayerSpec, tokens: int) -> int:
     """In which a head makes the logits of a micro-batch; 1: whole, the gradients on a graph of their own."""
     if not (layer.has_plain_logits and spec.vocabulary_size):
@@ -165,10 +200,11 @@ def activation_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> fl
     return compute_bytes(spec) * numbers * (COMPILED_ACTIVATIONS if compiled else 1.0)
 
 
-def kept_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> dict[str, float]:
+def kept_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool, is_tiled: bool = False) -> dict[str, float]:
     """Of a block that keeps something of what it computes inside, a token; by what it can keep. Not compiled, or where
-    it draws random numbers, which a backward that computes again would not draw once more: all."""
-    kept = {"all": activation_bytes(spec, layer, compiled=compiled)}
+    it draws random numbers, which a backward that computes again would not draw once more: all. In tiles, what is there
+    for all tokens."""
+    kept = {"all": whole_bytes(spec, layer) if is_tiled else activation_bytes(spec, layer, compiled=compiled)}
     if compiled and not layer.has_dropout:
         # Nobody needs what the last product gives, but the layer's input.
         attention = layer.attention
@@ -178,15 +214,34 @@ def kept_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> dict[str
     return kept
 
 
-def inside_bytes(spec: ModelSpec, layer: LayerSpec, keeps: str, num_tokens: int, *, compiled: bool) -> int:
+def whole_bytes(spec: ModelSpec, layer: LayerSpec) -> float:
+    """Kept for its backward around the tiles of a layer that runs in them, a token."""
+    assert layer.attention is not None, "a layer that may run in tiles"
+    return compute_bytes(spec) * (WHOLE_PER_HIDDEN * spec.hidden_size + layer.attention.whole_width)
+
+
+def tiled_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Of the matrix products in tiles: all but those from and to what attention works with."""
+    assert layer.attention is not None, "a layer that may run in tiles"
+    return max(0, layer.matrix_parameters - spec.hidden_size * layer.attention.whole_width)
+
+
+def tile_of(spec: ModelSpec, layer: LayerSpec, rows: int, length: int) -> int | None:
+    """Tokens of a row in one tile of this layer; None: it runs whole."""
+    return tokens_of_tile(spec.tile_tokens, rows, length) if layer.may_tile else None
+
+
+def inside_bytes(
+    spec: ModelSpec, layer: LayerSpec, keeps: str, num_tokens: int, *, compiled: bool, is_tiled: bool = False
+) -> int:
     """Device memory of what a block keeps of so many tokens, its input among it."""
     gaps = 1.0 if keeps == "input" else ALLOCATOR_GAPS
-    return int(gaps * num_tokens * kept_bytes(spec, layer, compiled=compiled)[keeps])
+    return int(gaps * num_tokens * kept_bytes(spec, layer, compiled=compiled, is_tiled=is_tiled)[keeps])
 
 
 def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> int:
-    """Device memory of a layer at work on one micro-batch: its activations, or its logits and what is summed over their
-    pieces."""
+    """Device memory of a layer at work on one micro-batch: its activations, those of some tiles and what is there for
+    all tokens, or its logits and what is summed over their pieces."""
     tokens = rows * workload.length
     if layer.kind == "head" and pieces_of(spec, layer, tokens) > 1:
         # The longest piece that there is, so that more tokens never take less.
@@ -200,6 +255,10 @@ def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: i
         logit_bytes = LOGIT_BYTES + (0 if is_one else EARLIER_LOGIT_BYTES)
         return int(ALLOCATOR_GAPS * tokens * spec.vocabulary_size * logit_bytes)
     numbers = activation_bytes(spec, layer, compiled=compiled) if layer.kind == "block" else 0
+    if tile := tile_of(spec, layer, rows, workload.length):
+        passing = compute_bytes(spec) * PASSING_PER_HIDDEN * spec.hidden_size
+        of_tiles = min(tokens, TRIED_TILES * rows * tile) * numbers + 4 * tiled_parameters(spec, layer)
+        return int(ALLOCATOR_GAPS * (tokens * (whole_bytes(spec, layer) + passing) + of_tiles))
     return int(ALLOCATOR_GAPS * tokens * numbers)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.base.trace import Piece, chrome_trace
 from megatrain.base.units import format_number
-from megatrain.plan.cost import activation_bytes, working_bytes
+from megatrain.plan.cost import activation_bytes, tile_of, working_bytes
 from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import TIERS
 from megatrain.plan.simulate import COMPUTE, Simulation
@@ -96,6 +96,8 @@ def describe(plan: Plan) -> str:
         sentences.append(f"{which} layers stream through {slots}, updated {where}")
         if on_device:
             sentences.append(f"the first {on_device} live on the device")
+    if tile := tile_tokens(plan):
+        sentences.append(f"what blocks do for each token alone runs in tiles of {tile:,} tokens")
     sentences += filter(None, [describe_kept(plan)])
     if max(plan.timeline.moving["ram", "activations"]):
         sentences.append("layer inputs beyond the device's room go to host memory")
@@ -151,6 +153,12 @@ def _micro_batches(plan: Plan) -> str:
     return f"{of(workload.rows)}, merged into {of(plan.choice.rows)} (equal within rounding; exact=True: not)"
 
 
+def tile_tokens(plan: Plan) -> int | None:
+    """Tokens of a tile, in all rows of a micro-batch; None: no block runs in tiles."""
+    rows, length = plan.choice.rows, plan.workload.length
+    return next((rows * tile for layer in plan.spec.layers if (tile := tile_of(plan.spec, layer, rows, length))), None)
+
+
 def as_data(plan: Plan) -> dict[str, Any]:
     """Everything that is printed, for programs. Bytes and seconds."""
     spec, workload, simulation = plan.spec, plan.workload, plan.simulation
@@ -174,6 +182,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "plan": {
             "rows": plan.choice.rows,
             "merged": plan.num_merged,
+            "tile_tokens": tile_tokens(plan),
             "slots": plan.choice.num_slots,
             "homes_on_device": plan.num_on_device,
             "activation_bytes_on_device": plan.choice.activation_bytes,

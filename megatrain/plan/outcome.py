@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatrain.base.config import Config
 from megatrain.plan.choice import Choice
-from megatrain.plan.cost import inside_bytes
+from megatrain.plan.cost import inside_bytes, tile_of
 from megatrain.plan.flops import ModelWork, counted_flops, published_flops
 from megatrain.plan.machine import Machine
 from megatrain.plan.placement import DISK_TIER, HBM
@@ -93,9 +93,17 @@ class Plan:
     def kept_bytes(self) -> int:
         """Device memory of what layers keep that they compute inside, at most."""
         num_tokens = self.choice.group_tokens(self.workload)
+        spec, rows, length = self.spec, self.choice.rows, self.workload.length
         return sum(
-            inside_bytes(self.spec, self.spec.layers[index], keeps, num_tokens, compiled=self.config.compile)
-            for index, keeps in self.choice.kept_layers(self.spec).items()
+            inside_bytes(
+                spec,
+                spec.layers[index],
+                keeps,
+                num_tokens,
+                compiled=self.config.compile,
+                is_tiled=tile_of(spec, spec.layers[index], rows, length) is not None,
+            )
+            for index, keeps in self.choice.kept_layers(spec).items()
         )
 
     @property

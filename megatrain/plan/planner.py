@@ -106,6 +106,7 @@ class Planner:
         machine = machine.with_link(config.max_link_bytes_per_second)
         is_whole = config.logits_in_pieces is False or workload.reads_logits
         spec = with_whole_logits(spec) if is_whole else spec
+        spec = dataclasses.replace(spec, tile_tokens=False if config.compile else config.tile_tokens)
         self.machine, self.spec, self.workload, self.config = machine, spec, workload, config
         self.budgets = budgets or Budgets.of(machine, config)
         keeps = config.clip == "global"

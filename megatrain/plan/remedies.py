@@ -9,6 +9,7 @@ from megatrain.base.config import Config
 from megatrain.base.errors import PlanError
 from megatrain.base.units import GB, MB, format_number
 from megatrain.plan.choice import Choice
+from megatrain.plan.cost import LONG_ROW_TOKENS, TILE_TOKENS
 from megatrain.plan.machine import Machine
 from megatrain.plan.outcome import Plan
 from megatrain.plan.placement import CPU, DISK_TIER, HBM_TIER, RAM
@@ -51,7 +52,10 @@ def largest_context(machine: Machine, spec: ModelSpec, config: Config, num_seque
         return planner.changed(workload=workload).fits()
 
     planner = Planner(machine, spec, Workload(num_sequences=num_sequences, length=256, rows=1), config)
-    return 256 * _most(fits, 2**18)
+    # The shortest rows in tiles take less than the longest that run whole.
+    first = LONG_ROW_TOKENS // 256 + 1
+    is_tiled = config.tile_tokens is None and fits(first)
+    return 256 * (first - 1 + _most(lambda steps: fits(first - 1 + steps), 2**18) if is_tiled else _most(fits, 2**18))
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
@@ -115,6 +119,7 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
 
     and_more = _and_on_the_host(planner, max(needed, total * unit))
     remedies = [f"a device with {shown(total - has)} more{and_more}"]
+    remedies += filter(None, [_tile_remedy(planner)])
     rows = _fewer_rows(planner)
     if rows:
         remedies.append(f"micro-batches of at most {format_number(rows, 'sequence')}")
@@ -128,6 +133,18 @@ def _device_refusal(planner: Planner, smallest: Choice, needed: int) -> str:
     return (
         f"device memory is {shown(has)} and the least that a step needs is {shown(total)}: {told}. {_enough(remedies)}"
     )
+
+
+def _tile_remedy(planner: Planner) -> str:
+    """Smaller tiles of tokens, or tiles at all, with which a step fits; empty if none is enough."""
+    config = planner.config
+    now = config.tile_tokens if config.tile_tokens and not config.compile else planner.workload.num_tokens
+    for tile in (TILE_TOKENS, TILE_TOKENS // 4):
+        settings = dataclasses.replace(config, tile_tokens=tile, compile=False)
+        other = Planner(planner.machine, planner.spec, planner.workload, settings, planner.budgets)
+        if tile < now and other.fits():
+            return f"mt.init(tile_tokens={tile}{', compile=False' if config.compile else ''})"
+    return ""
 
 
 def _and_on_the_host(planner: Planner, device_bytes: int) -> str:

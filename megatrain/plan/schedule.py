@@ -345,7 +345,8 @@ def visit_costs(machine: Machine, spec: ModelSpec, workload: Workload, rows: int
     costs = []
     for layer in spec.layers:
         numel = spec.homes[layer.home].numel
-        key = (layer.kind, layer.matrix_parameters, layer.output_width, layer.attention, layer.has_dropout, numel)
+        kind = layer.kind, layer.has_dropout, layer.may_tile
+        key = (kind, layer.matrix_parameters, layer.output_width, layer.attention, numel)
         if key not in known:
             known[key] = visit_cost(machine, spec, layer, workload, rows, compiled=compiled)
         costs.append(known[key])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megatrain.base.units import GB, GIB
 from megatrain.plan.choice import Choice, Kept
-from megatrain.plan.cost import compute_bytes, inside_bytes, kept_bytes, working_bytes
+from megatrain.plan.cost import compute_bytes, inside_bytes, kept_bytes, tile_of, working_bytes
 from megatrain.plan.placement import DISK_TIER, HBM_TIER, RAM, STAGING_BYTES, TIERS
 from megatrain.plan.rows import Row, host_slot_bytes, update_slot_bytes
 from megatrain.plan.schedule import MAX_DRAINS
@@ -108,7 +108,7 @@ class TimelineMaker:
         self._numels = [sum(field.numel for field in home.fields) for home in spec.homes]
         self._packets = [home.grad_dtype.itemsize * n for home, n in zip(spec.homes, self._numels, strict=True)]
         self._blocks = {layer.home for layer in spec.layers if layer.kind == "block"}
-        self._curves: dict[tuple[int, Kept], _Activations] = {}
+        self._curves: dict[tuple[int, Kept, int], _Activations] = {}
         self._known_insides: dict[Any, int] = {}
         self._last_beside: tuple[Any, Any, tuple[int, list[int], list[int]]] | None = None
         blocks = [layer for layer in spec.layers if layer.kind == "block"]
@@ -239,25 +239,26 @@ class TimelineMaker:
 
     def _activations(self, choice: Choice) -> _Activations:
         num_tokens = choice.group_tokens(self._workload)
-        key = num_tokens, choice.kept
+        key = num_tokens, choice.kept, choice.rows
         if key not in self._curves:
-            self._curves[key] = self._activation_curves(num_tokens, choice.kept_layers(self._spec))
+            self._curves[key] = self._activation_curves(num_tokens, choice.kept_layers(self._spec), choice.rows)
         return self._curves[key]
 
-    def _activation_curves(self, num_tokens: int, kept: Mapping[int, str]) -> _Activations:
+    def _activation_curves(self, num_tokens: int, kept: Mapping[int, str], rows: int) -> _Activations:
         inputs, insides = [], []
         for index, layer in enumerate(self._spec.layers):
             # Token ids are all that an embedding needs again; a layer that keeps its insides has its input among them.
             waits = layer.kind != "embedding" and index not in kept
             inputs.append(self._layer_input_bytes(num_tokens) if waits else 0)
-            insides.append(self._inside_bytes(layer, kept[index], num_tokens) if index in kept else 0)
+            insides.append(self._inside_bytes(layer, kept[index], num_tokens, rows) if index in kept else 0)
         up = [list(itertools.accumulate(sizes)) for sizes in (inputs, insides)]
         return _Activations(*([*curve, *reversed(curve)] for curve in up))
 
-    def _inside_bytes(self, layer: LayerSpec, keeps: str, num_tokens: int) -> int:
-        key = layer.output_width, layer.attention, keeps, num_tokens
+    def _inside_bytes(self, layer: LayerSpec, keeps: str, num_tokens: int, rows: int) -> int:
+        is_tiled = tile_of(self._spec, layer, rows, self._workload.length) is not None
+        key = layer.output_width, layer.attention, keeps, num_tokens, is_tiled
         if key not in self._known_insides:
-            known = inside_bytes(self._spec, layer, keeps, num_tokens, compiled=self._compiled)
+            known = inside_bytes(self._spec, layer, keeps, num_tokens, compiled=self._compiled, is_tiled=is_tiled)
             self._known_insides[key] = known
         return self._known_insides[key]
 
@@ -291,10 +292,10 @@ class TimelineMaker:
         return list(itertools.accumulate(steps))[:num_moments]
 
     def _working_curve(self, rows: int) -> list[int]:
-        known: dict[tuple[str, int], int] = {}
+        known: dict[object, int] = {}
         curve = []
         for layer in self._spec.layers:
-            key = layer.kind, layer.output_width
+            key = layer.kind, layer.output_width, layer.matrix_parameters, layer.attention, layer.may_tile
             if key not in known:
                 known[key] = working_bytes(self._spec, layer, self._workload, rows, compiled=self._compiled)
             curve.append(known[key])

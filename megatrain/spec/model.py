@@ -39,6 +39,11 @@ class Attention:
         """Heads x (head dim of keys + head dim of values)."""
         return self.num_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def whole_width(self) -> int:
+        """Numbers a token of queries, keys, values and what comes of them."""
+        return (self.num_heads + self.num_kv_heads) * (self.key_dim + self.value_dim)
+
     def num_pairs(self, length: int) -> int:
         """(query, key) pairs of one causal sequence."""
         seen = length if self.window is None else min(self.window, length)
@@ -69,6 +74,8 @@ class LayerSpec:
 
     has_dropout: bool = False
     """Its forward draws random numbers when it trains."""
+    may_tile: bool = False
+    """All but its attention does each token alone, as far as the modules tell: no experts, no dropout."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,6 +103,9 @@ class ModelSpec:
 
     max_length: int | None
     """Positions that the config allows; None: it does not say."""
+
+    tile_tokens: int | bool | None = False
+    """`Config.tile_tokens`, where blocks run in tiles at all."""
 
     @property
     def num_blocks(self) -> int:
@@ -133,6 +143,7 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
                 attention=attention,
                 has_plain_logits=layer.kind == "head" and is_plain_linear(layer.module),
                 has_dropout=_has_dropout(layer.module),
+                may_tile=attention is not None and _may_tile(layer.module),
             )
         )
     heads = [layer.module for layer in found if layer.kind == "head" and isinstance(layer.module, nn.Linear)]
@@ -167,6 +178,12 @@ def with_whole_logits(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(
         spec, layers=tuple(dataclasses.replace(layer, has_plain_logits=False) for layer in spec.layers)
     )
+
+
+def _may_tile(module: nn.Module) -> bool:
+    """Knows experts by their stacked weights or by their list, as `_products` does."""
+    has_experts = any(".experts." in f".{name}" or p.dim() > 2 for name, p in module.named_parameters())
+    return not has_experts and not any(isinstance(inside, nn.Dropout) and inside.p > 0 for inside in module.modules())
 
 
 def text_config(model: nn.Module) -> object:
