@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,6 +66,8 @@ class Recorder:
     ) -> Record:
         """A piece begins, behind what `stream` was ordered behind. after: fences of what it waited for."""
         record = Record(lane, label, self._now(stream), after)
+        if lane == COMPUTE:
+            self._last_compute = record
         self.records.append(record)
         return record
 
@@ -94,26 +96,13 @@ class Recorder:
 
     # What the caller does.
 
-    @contextlib.contextmanager
-    def computing(self, what: str, name: str, micro_batch: int | None = None) -> Iterator[None]:
+    def computing(self, what: str, name: str, micro_batch: int | None = None) -> Around:
         """Around what is enqueued on the compute lane."""
-        stream = self._compute_stream()
-        record = self._last_compute = self.begin(COMPUTE, (what, name), stream)
-        record.micro_batch = micro_batch
-        try:
-            yield
-        finally:
-            self.end(record, stream)
+        return Around(self, COMPUTE, (what, name), micro_batch, self._compute_stream())
 
-    @contextlib.contextmanager
-    def on_host(self, what: str, name: str, micro_batch: int | None = None) -> Iterator[None]:
+    def on_host(self, what: str, name: str, micro_batch: int | None = None) -> Around:
         """Around what Python does."""
-        record = self.begin(HOST, (what, name))
-        record.micro_batch = micro_batch
-        try:
-            yield
-        finally:
-            self.end(record)
+        return Around(self, HOST, (what, name), micro_batch, None)
 
     def stall(self, cause: str, begin: Moment, end: Moment, behind: Fence | None) -> None:
         """The compute lane waited, for `behind` if that is known; and the caller, until it could enqueue that."""
@@ -152,6 +141,26 @@ class Recorder:
 
     def _compute_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+
+class Around:
+    """A context around a piece that the caller does. (A generator takes longer than most of what is recorded, and its
+    time would count as that of the piece around it.)"""
+
+    __slots__ = ("_begin", "_micro_batch", "_record", "_recorder", "_stream")
+
+    def __init__(
+        self, recorder: Recorder, lane: str, label: Label, micro_batch: int | None, stream: torch.cuda.Stream | None
+    ) -> None:
+        self._recorder, self._begin = recorder, (lane, label, stream)
+        self._micro_batch, self._stream = micro_batch, stream
+
+    def __enter__(self) -> None:
+        self._record = self._recorder.begin(*self._begin)
+        self._record.micro_batch = self._micro_batch
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.end(self._record, self._stream)
 
 
 def on_host(
