@@ -16,6 +16,7 @@ from pathlib import Path
 # imported, and for all processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 from comparing import close_streamed
@@ -23,6 +24,8 @@ from comparing import close_streamed
 import megatrain as mt
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's business
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

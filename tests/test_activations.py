@@ -190,7 +190,7 @@ class CountingMemory(HostMemory):
         return super().empty(num_bytes, pinned=pinned, owner=owner)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(PASSES)
 def test_the_pool_takes_nothing_more_once_it_knows_what_comes(passes: list[list[int]]) -> None:
     memory = CountingMemory(max_bytes=None, pin=False)

@@ -28,7 +28,6 @@ def sums_in_python(content: bytes) -> list[int]:
     return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(0, 99), st.integers(0, 17))
 def test_sums_are_their_definition_at_every_length_and_alignment(num_bytes: int, seed: int, offset: int) -> None:
     tensor = random_bytes(offset + num_bytes, seed)[offset:]
@@ -38,7 +37,7 @@ def test_sums_are_their_definition_at_every_length_and_alignment(num_bytes: int,
     assert int(rows.sum()) == expected[0] and len(rows) == -(-num_bytes // PAGE_BYTES)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SIZES.filter(bool), st.integers(0, 99), st.data())
 def test_any_flipped_bit_is_found(num_bytes: int, seed: int, data: st.DataObject) -> None:
     tensor = random_bytes(num_bytes, seed)

@@ -161,7 +161,7 @@ def test_bytes_of_two_moments(name: str, num_bytes: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 @given(seed=st.integers(0, 2**32 - 1), numel=st.integers(0, 700), exponent=st.integers(-40, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_errors_are_below_a_step(name: str, kind: str, seed: int, numel: int, exponent: int) -> None:
     """And a second moment below the lowest level becomes that level."""
     x, second = numbers(seed, numel, name, kind)
@@ -267,7 +267,7 @@ def test_no_number_is_rounded_beyond_the_largest_code(name: str, kind: str) -> N
 
 @pytest.mark.parametrize(("name", "kind"), [("fp32", "signed"), *PAIRS])
 @given(numel=st.integers(0, 1000), cuts=st.lists(st.integers(0, 7), max_size=4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_parts_are_the_whole(name: str, kind: str, numel: int, cuts: list[int]) -> None:
     """Encoded and decoded in parts; what lies around a part is left alone."""
     x, second = numbers(9, numel, name, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from data_helpers import CHATML, tiny_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.base.errors import UserError
@@ -35,7 +35,6 @@ def test_piece_lengths(num_tokens: int, limit: int) -> None:
 
 
 @given(st.lists(st.integers(1, 20), max_size=80), st.integers(20, 50))
-@settings(deadline=None)
 def test_pack_places_every_piece_once_and_fits(lengths: list[int], capacity: int) -> None:
     rows = pack(np.array(lengths, np.int64), capacity)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
@@ -52,7 +51,6 @@ def test_pack_is_the_best_fit() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 99), min_size=2, max_size=50), min_size=1, max_size=20), st.integers(8, 30))
-@settings(deadline=None)
 def test_rows_hold_the_pieces_as_written(samples: list[list[int]], limit: int) -> None:
     writer = TokenWriter()
     for ids in samples:

@@ -46,7 +46,7 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from(NUM_FOLDERS), st.sampled_from(BLOCK_PAGES), operations)
 def test_an_extent_is_a_bytearray(stores, data, num_folders: int, pages: int, operations) -> None:
     num_bytes = data.draw(st.integers(0, 16 * PAGE_BYTES))

@@ -71,7 +71,7 @@ def test_a_kernel_is_under_test_here() -> None:
     measure=st.booleans(),
     first=st.sampled_from([0, 17 * BLOCK, 2**32 - 2 * BLOCK, 2**32 + BLOCK]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_kernel_is_the_definition(
     format_name: str,
     rule: Rule,

@@ -77,7 +77,7 @@ def any_patterns(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(any_patterns())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_bit_of_every_pattern_comes_back_in_no_more_bytes(patterns: np.ndarray) -> None:
     values = floats(patterns)
     moment = moment_of(values)
@@ -255,7 +255,7 @@ def test_a_damaged_byte_is_named(packed: torch.Tensor, at: int, fault: str) -> N
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_damaged_bit_goes_unseen(packed: torch.Tensor, data: st.DataObject) -> None:
     damaged = packed.clone()
     damaged[data.draw(st.integers(0, packed.numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))

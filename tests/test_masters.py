@@ -44,7 +44,7 @@ patterns_strategy = st.lists(st.one_of(st.integers(0, 2**32 - 1), st.sampled_fro
 
 
 @given(patterns_strategy)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_split_is_the_definition_and_joins_back_to_every_bit(patterns: list[int]) -> None:
     master = floats(patterns)
     hi, lo = split(master)
@@ -69,7 +69,7 @@ def test_every_upper_half_with_every_kind_of_lower_half() -> None:
 
 
 @given(patterns_strategy)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_hi_differs_from_torch_rounding_on_ties_only(patterns: list[int]) -> None:
     master = floats([p for p in patterns if not np.isnan(floats([p]).numpy()[0])])
     hi, lo = split(master)

@@ -90,7 +90,7 @@ def test_averages_and_other_rules_move_too(clip: str) -> None:
         assert_same(*results)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

@@ -44,7 +44,7 @@ def test_stages_on_disk_have_the_bits_of_stages_in_memory(tmp_path: Path) -> Non
         assert_same(actual, expected)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_slots=st.integers(1, 4), order=st.lists(st.integers(0, 4), min_size=1, max_size=25))
 def test_a_window_is_a_plain_array_whose_memory_is_given_back(num_slots: int, order: list[int], tmp_path: Path) -> None:
     """4: all is dropped, and as much is asked for again, which the system maps where the other was."""

@@ -88,8 +88,8 @@ def test_every_setting_reaches_the_plan(capsys: pytest.CaptureFixture[str], fold
     exact = data(capsys, folder, *options)
     assert exact["workload"] == {"sequences": 8, "length": 256, "tokens": 2048}
     changed = data(
-        capsys, folder, *options, "--rows", "2", "--exact", "--master", "bf16", "--compression", "4bit", "--clip", "layer",
-        "--vram-gb", "4", "--ram-gb", "6",
+        capsys, folder, *options, "--rows", "2", "--exact", "--master", "bf16", "--compression", "4bit",
+        "--clip", "layer", "--vram-gb", "4", "--ram-gb", "6",
     )  # fmt: skip
     assert changed["plan"]["rows"] == 2
     assert changed["formats"] == {"precision": "bf16", "master": "bf16", "moments": "4bit", "clip": "layer"}

@@ -131,7 +131,7 @@ formats = st.sampled_from([{}, {"optimizer_compression": "8bit"}, {"clip": "laye
 
 
 @given(memory, formats)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_rows_add_up_and_no_tier_is_over_its_budget(sizes: tuple[float, float, int], settings: dict) -> None:
     found = planned(*sizes, **settings)
     if found is None:
@@ -146,7 +146,7 @@ def test_rows_add_up_and_no_tier_is_over_its_budget(sizes: tuple[float, float, i
 
 
 @given(memory, st.floats(0, 30), st.floats(0, 30), formats)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_more_memory_never_makes_a_plan_slower(
     sizes: tuple[float, float, int], more_hbm: float, more_ram: float, settings: dict
 ) -> None:

@@ -163,7 +163,7 @@ def test_more_than_was_planned_is_told_once(caplog: pytest.LogCaptureFixture) ->
 SIZES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, st.integers(0, 2**16))
 def test_two_stacks_need_one_chunk_as_large_as_they_ever_are_together(layers: list[tuple[int, int]], seed: int) -> None:
     """layers: (pages of its inputs, pages of its gradients). A layer's inputs are freed in any order."""

@@ -79,7 +79,7 @@ IN_NUMPY: dict[str, Callable[..., Arrays]] = {f.__name__: f for f in (adamw, ada
     step=st.integers(1, 5000),
     weight_decay=st.sampled_from([0.0, 0.01]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_formula_rounds_every_operation_once(rule: Rule, seed: int, size: int, step: int, weight_decay: float) -> None:
     scalars = scalars_at(rule, step, weight_decay=weight_decay)
     rng = np.random.default_rng(seed)

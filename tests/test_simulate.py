@@ -158,7 +158,7 @@ def pieces(draw: st.DrawFn) -> list[Task]:
 
 
 @given(pieces())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_lane_does_two_things_at_once_and_nothing_starts_too_early(tasks: list[Task]) -> None:
     spans = run(tasks)
     for lane in LANES:
@@ -170,7 +170,7 @@ def test_no_lane_does_two_things_at_once_and_nothing_starts_too_early(tasks: lis
 
 
 @given(pieces(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_less_work_never_ends_later(tasks: list[Task], data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(tasks) - 1))
     quicker = list(tasks)

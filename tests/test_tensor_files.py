@@ -39,7 +39,7 @@ def groups(draw: st.DrawFn) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=groups(), shard_bytes=st.integers(1, 400), unknown=st.sets(st.integers(0, 4)))
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, groups: list[dict], shard_bytes: int, unknown: set[int]

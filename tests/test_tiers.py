@@ -240,7 +240,7 @@ def test_a_place_on_disk_needs_a_folder() -> None:
 # The window
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_slots=st.integers(1, 5),
     order=st.lists(st.integers(0, 5), min_size=1, max_size=30),

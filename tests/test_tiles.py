@@ -67,7 +67,7 @@ def test_under_autocast(found: Counter[str]) -> None:
     assert found["Mlp"] == 2 * 6 * 2  # modules, tiles of 2 tokens of 2 rows, forward and recomputation
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 3), length=st.integers(2, 40), tile=st.integers(1, 50), seed=st.integers(0, 99))
 def test_any_lengths_and_tiles(rows: int, length: int, tile: int, seed: int) -> None:
     """fp32: gradients are sums of as many products in another order, each rounded once."""

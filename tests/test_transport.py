@@ -175,7 +175,7 @@ def test_a_late_fence_holds_back_what_waits_for_it_alone() -> None:
 
 
 @pytest.mark.timeout(180)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=12), st.permutations(range(4)))
 def test_a_lane_takes_the_first_piece_that_is_ready(pieces: list[set[int]], opened: list[int]) -> None:
     lane, order, gates = Lane("test", CPU), [], [Fence() for _ in range(4)]

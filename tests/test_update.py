@@ -61,7 +61,7 @@ def make_list(sizes: list[int]) -> list[Segment]:
     layout=st.sampled_from(LAYOUTS),
     odd=st.sampled_from([0.0, 0.003]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_definition_in_any_pieces_is_the_whole(
     format_name: str,
     seed: int,
