@@ -59,11 +59,18 @@ def loss_backward(engine: Engine, loss: torch.Tensor, hooks: Sequence[TensorHook
             found = above.run_to(end, [pair for pair in ahead if above.leads(pair[0].node, end)])
             ahead = [pair for pair in ahead if not above.leads(pair[0].node, end)]
             ahead += [pair for pair in found if pair[0].node is not end]
-            roots += [pair for pair in found if pair[0].node is end]
+            roots += [(_owned(edge, start), grad) for edge, grad in found if edge.node is end]
     if ahead:
         edges, grads = zip(*ahead, strict=True)
         torch.autograd.backward(edges, grads, retain_graph=True)
     return roots
+
+
+def _owned(edge: GradientEdge, start: GradientEdge) -> GradientEdge:
+    """With what keeps its part of the graph, from the loss at `start` down; whoever recorded a layer keeps its own.
+
+    A node that is an object of Python does not keep it (see `torch.autograd.graph.get_gradient_edge`)."""
+    return edge if _is_layer(edge.node) else edge._replace(ownership_token=start.ownership_token or start.node)
 
 
 class _Stopped(Exception):

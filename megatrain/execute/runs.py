@@ -71,6 +71,8 @@ class Run(greenlet.greenlet):
         self.aliases: dict[Field, torch.Tensor] = {}
         self.hooks: list[TensorHooks] = []
         """Those on outputs of layers."""
+        self.owners: dict[Node, Node] = {}
+        """Nodes of layers, which are objects of Python and do not keep their part of the graph; and what keeps it."""
 
         self.attributes = OwnAttributes()
         self.layer: StreamedLayer | None = None
@@ -100,6 +102,7 @@ class Run(greenlet.greenlet):
             self.layer = None
         self.aliases.clear()
         self.hooks.clear()
+        self.owners.clear()
         self.loss = None
         self.kept.clear()
 
@@ -131,8 +134,11 @@ class Run(greenlet.greenlet):
         """Called from inside: `call` is part of this micro-batch's graph."""
         differentiable = [output for output in outputs if output.requires_grad]
         self.hooks += map(hooks_of, differentiable)
+        edge = torch.autograd.graph.get_gradient_edge
+        if differentiable:
+            start = edge(differentiable[0])
+            self.owners[start.node] = start.ownership_token
         if call.keep_graph and call.kept is not None and differentiable:
-            edge = torch.autograd.graph.get_gradient_edge
             of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
             self.kept.append(_Kept(call, differentiable[0].grad_fn, of_inputs))
 
@@ -300,7 +306,12 @@ def _loss_backward(engine: Engine, run: Run) -> tuple[torch.Tensor, Roots]:
         roots += _kept_backward(engine, kept, [pair for pair in found if pair[0].node is kept.node])
     nodes = {kept.node for kept in run.kept}
     run.drop_kept()
-    return loss.detach(), [*roots, *(pair for pair in found if pair[0].node not in nodes)]
+    for edge, grad in found:
+        if edge.node not in nodes:
+            owner = run.owners.get(edge.node, edge.ownership_token)
+            roots.append((edge._replace(ownership_token=owner), grad))
+    run.owners.clear()
+    return loss.detach(), roots
 
 
 def _kept_backward(engine: Engine, kept: _Kept, found: Roots) -> Roots:
