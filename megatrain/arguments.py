@@ -237,7 +237,7 @@ TABLE: dict[str, Row] = {
     "train_sampling_strategy": _yes(
         choice("random", "sequential", "group_by_length", "batch_rebalance"),
         "as in transformers; group_by_length with dropout gives other orders from the second epoch on, since "
-        "micro-batches draw from seeds of their own",
+        "micro-batches draw from seeds of their own; a run that goes on inside such an epoch draws its order anew",
     ),
     "length_column_name": _yes(TEXT),
     # Distributed training

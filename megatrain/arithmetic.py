@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 
 from megatrain.execute.attention import AttentionKernels, parse_kernels
 from megatrain.execute.templates import prefer_attention
@@ -27,6 +30,8 @@ EXACT_MOMENTS = "exact fp32"
 MERGED = "tokens up to which micro-batches are merged"
 BEFORE = {MERGED: 0}
 """What checkpoints meant that were written before these were told."""
+
+NEW_ORDER = "the rows of this epoch come in another order (train_sampling_strategy=group_by_length, as in transformers)"
 
 Facts = dict[str, dict[str, Any]]
 
@@ -76,10 +81,11 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
     return {"rounding": rounding, "training": training, "kept": kept}
 
 
-def go_on_with(trainer: CheckpointingTrainer, name: str, saved: Mapping[str, Any] | None, max_steps: int) -> str:
+def go_on_with(trainer: CheckpointingTrainer, checkpoint: Path, saved: Mapping[str, Any] | None, max_steps: int) -> str:
     """Take over from the checkpoint what bits depend on and is free to choose, where `mt.init` has not chosen: up to
     how many tokens micro-batches are merged, if not to more than there is room for now; and attention kernels, where
     the device is the same. Returns what is to be said of the run (see `said_of_resuming`)."""
+    name = checkpoint.name
     engine = trainer.engine
     of_then = {} if saved is None else saved.get("rounding", {})
     if saved is not None and engine.config.exact is None:
@@ -91,14 +97,26 @@ def go_on_with(trainer: CheckpointingTrainer, name: str, saved: Mapping[str, Any
             changed = f" Attention kernels are those of {name}: {kernels} (first chosen: {engine.attention})."
             prefer_attention(engine, kernels)
             now = arithmetic_of(trainer, max_steps)
-    return said_of_resuming(name, saved, now) + changed
+    # The sampler draws from the generator as it is, which from the second epoch on is not where the epoch began.
+    epoch = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch or 0.0
+    draws_anew = trainer.args.train_sampling_strategy == "group_by_length" and epoch > 1 and epoch != int(epoch)
+    return said_of_resuming(name, saved, now, NEW_ORDER if draws_anew else "") + changed
 
 
-def said_of_resuming(name: str, saved: Mapping[str, Any] | None, now: Mapping[str, Mapping[str, Any]]) -> str:
-    """Whether the run goes on bit for bit. saved: None where the checkpoint does not tell."""
+def said_of_resuming(
+    name: str, saved: Mapping[str, Any] | None, now: Mapping[str, Mapping[str, Any]], new_order: str = ""
+) -> str:
+    """Whether the run goes on bit for bit.
+
+    Args:
+        saved: None where the checkpoint does not tell.
+        new_order: what is another order of its rows, in words.
+    """
     if saved is None:
-        return f"{name} does not tell what its bits depend on: the run goes on from exactly its weights and states"
+        but = f"; {new_order}" if new_order else ""
+        return f"{name} does not tell what its bits depend on: the run goes on from exactly its weights and states{but}"
     rounding, training, kept = (_changes(saved.get(kind, {}), of) for kind, of in now.items())
+    training = "; ".join(part for part in (new_order, training) if part)
     unused = f" Not used, the checkpoint's goes on: {kept}." if kept else ""
     if not (rounding or training):
         return f"going on from {name}, bit for bit as if it had never stopped (with the same data and code).{unused}"

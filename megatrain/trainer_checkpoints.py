@@ -357,7 +357,7 @@ class CheckpointingTrainer(transformers.Trainer):
         else:
             settings, saved = read_optimizer(folder, self.optimizer)
             arithmetic = settings.get("arithmetic")
-        said = go_on_with(self, folder.name, arithmetic, self._max_steps)
+        said = go_on_with(self, folder, arithmetic, self._max_steps)
         load_optimizer = self.optimizer.prepared_load(saved)
         take_schedule_back = load_scheduler(self.lr_scheduler, folder)
         try:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from comparing import assert_equal, assert_same_step, stream, zero_grad
 from model_zoo import Block, Stack, make_batch
+
+import megatrain as mt
 
 WIDTH = 16
 
@@ -115,3 +118,37 @@ def test_state_without_a_graph(name: str) -> None:
         assert torch.equal(*logits)
         assert_equal(dict(plain.named_buffers()), dict(model.named_buffers()))
         assert state_of(plain) == state_of(model)
+
+
+def dynamic_llama() -> transformers.LlamaForCausalLM:
+    """Its frequencies depend on the lengths that it has seen, and lie in a buffer before the first block."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, rope_parameters=rope,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Stack([Making(WIDTH), Making(WIDTH)], in_turn), "blocks.0.mean"),
+        (dynamic_llama, "model.rotary_emb.inv_freq"),
+    ],
+)
+def test_state_that_one_micro_batch_hands_to_the_next_is_told(
+    make: Callable[[], Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, model = stream(make())
+    for _ in range(4):
+        mt.accumulate(model, [make_batch(8), make_batch(24), make_batch(12)])
+    assert [name in message for message in caplog.messages] == [True]
+    assert "last to first" in caplog.text
+
+
+def test_of_one_micro_batch_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, model = stream(dynamic_llama())
+    for length in (8, 24, 12, 32):
+        mt.accumulate(model, [make_batch(length)])
+    assert not caplog.messages

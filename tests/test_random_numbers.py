@@ -79,3 +79,20 @@ def test_with_dropout_it_is_that_of_the_same_seeds(tmp_path: Path) -> None:
     models = [llama(attention_dropout=0.2) for _ in range(2)]
     plain = order(SeededMicroBatches, tmp_path, models[0], "group_by_length")
     assert order(mt.Trainer, tmp_path, models[1], "group_by_length") == plain
+
+
+@pytest.mark.parametrize("step", [5, 7, 12])
+def test_an_epoch_whose_order_is_drawn_anew_is_told(step: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """7 steps are an epoch."""
+    rows = [
+        {"input_ids": [index % 64] * (5 + index % 7), "labels": [index % 64] * (5 + index % 7)} for index in range(20)
+    ]
+    changes = {"max_steps": 13, "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": step}
+    settings = arguments(tmp_path, train_sampling_strategy="group_by_length", **changes)
+    mt.Trainer(llama(), settings, train_dataset=rows).train()
+    capsys.readouterr()
+    trainer = mt.Trainer(llama(), settings, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    said = capsys.readouterr().out
+    assert ("the rows of this epoch come in another order" in said) == (step == 12)
+    assert ("bit for bit as if it had never stopped" in said) == (step != 12)

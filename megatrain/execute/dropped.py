@@ -28,6 +28,12 @@ def note_streamed(model: nn.Module, engine: Engine) -> None:
     _models[engine] = weakref.ref(model)
 
 
+def model_of(engine: Engine) -> nn.Module | None:
+    """None where nobody holds it any more."""
+    reference = _models.get(engine)
+    return None if reference is None else reference()
+
+
 def collect_dropped() -> None:
     """Until no model that nobody holds any more takes memory. Its last updates are done first: they hold its homes."""
     if not _models:

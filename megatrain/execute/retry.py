@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatrain.base.errors import one_line
-from megatrain.base.units import format_bytes
+from megatrain.base.units import format_bytes, format_number
+from megatrain.execute.dropped import model_of
 from megatrain.execute.runs import run_accumulated
 from megatrain.store.memory import DeviceMemory
 from megatrain.transport.activations import MIN_BYTES
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
 
 logger = logging.getLogger("megatrain")
+
+_num_carrying: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+"""Steps in which buffers changed."""
 
 REMEDIES = (
     "shorter rows; blocks in tiles of tokens (mt.init(tile_tokens=4096)); more of the device's memory "
@@ -69,7 +74,10 @@ def accumulate_with_room(
     start = _Start(engine)
     while True:
         try:
-            return run_accumulated(engine, thunks, sizes)
+            losses = run_accumulated(engine, thunks, sizes)
+            if len(thunks) > 1:
+                start.warn_of_carried_state()
+            return losses
         except torch.OutOfMemoryError as error:
             _let_go(error)
             obstacle = start.obstacle()
@@ -133,6 +141,19 @@ def _empty_cache(engine: Engine) -> None:
         torch.cuda.empty_cache()
 
 
+def _growing_frequencies(engine: Engine) -> list[str]:
+    """Of dynamic RoPE, as transformers has it: a long row lets them grow, and a short one brings the first ones back,
+    so that a step may end with those that it began with."""
+    model = model_of(engine)
+    modules = () if model is None else model.named_modules()
+    types = {name: getattr(module, "rope_type", None) for name, module in modules}
+    return [
+        f"{name}.inv_freq"
+        for name, of in types.items()
+        if "dynamic" in (of.values() if isinstance(of, dict) else (of,))
+    ]
+
+
 class _Start:
     """What a step began with."""
 
@@ -154,8 +175,8 @@ class _Start:
             return 'updates have run in its backward (clip="layer")'
         if engine.transport.counters.num_drains > self._num_drains and self._had_gradients:
             return "it has added to gradients that were there before (call optimizer.zero_grad() between steps)"
-        if self._have_buffers_changed():
-            return "it has changed buffers of its blocks (running statistics of a batch norm?)"
+        if self._changed_buffers():
+            return "it has changed buffers of the model (running statistics of a batch norm?)"
         return ""
 
     def return_to(self) -> None:
@@ -171,16 +192,36 @@ class _Start:
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random, engine.device)
 
-    def _have_buffers_changed(self) -> bool:
-        now = self._versions()
-        same = (
-            new is old and version == before for (new, version), (old, before) in zip(now, self._buffers, strict=False)
-        )
-        return len(now) != len(self._buffers) or not all(same)
+    def warn_of_carried_state(self) -> None:
+        """Behind a step of several micro-batches. In a first step buffers may be made that stay."""
+        engine = self._engine
+        names = self._changed_buffers() or _growing_frequencies(engine)
+        if not names:
+            return
+        _num_carrying[engine] = _num_carrying.get(engine, 0) + 1
+        if _num_carrying[engine] == 2:
+            logger.warning(
+                "%s changes in a forward%s. The micro-batches of a step come to it last to first, where plain "
+                "accumulation goes first to last: what depends on it differs from plain training (docs/decisions.md, "
+                "'What is not equal'). A single micro-batch a step is as in plain PyTorch.",
+                names[0],
+                f", and so do {format_number(len(names) - 1, 'buffer')} more" if len(names) > 1 else "",
+            )
 
-    def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        """Of all buffers inside layers: blocks may change theirs in a forward (running statistics). The buffers
-        themselves, not their ids: one that a block puts in the place of another may get the id of one that is gone."""
-        modules = [module for layer in self._engine.layers for module in layer.modules]
-        buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-        return [(buffer, 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
+    def _changed_buffers(self) -> list[str]:
+        """Names of buffers that are others now, or have other values."""
+        now, before = self._versions(), self._buffers
+        same = {
+            name
+            for name, (buffer, version) in now.items()
+            if name in before and before[name][0] is buffer and before[name][1] == version
+        }
+        return [name for name in {**before, **now} if name not in same]
+
+    def _versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Of all buffers of the model: blocks may change theirs in a forward (running statistics), and so may what
+        stands before them (frequencies that depend on the lengths seen). The buffers themselves, not their ids: one
+        that is put in the place of another may get the id of one that is gone."""
+        model = model_of(self._engine)
+        buffers = () if model is None else model.named_buffers()
+        return {name: (buffer, 0 if buffer.is_inference() else buffer._version) for name, buffer in buffers}
