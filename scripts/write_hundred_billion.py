@@ -62,7 +62,6 @@ class Owned:
 
 
 INPUTS = Inputs()
-H200_BYTES = 141 * GB
 OWNED = {
     "h200-128gb": Owned(gpu=30000, gpu_watts=700, host_watts=300),
     "h200-256gb": Owned(gpu=30000, gpu_watts=700, host_watts=320),
@@ -154,7 +153,7 @@ def shopping_table() -> list[str]:
     rows = []
     for model in MODELS:
         count = planner(model, "exact").spec.num_parameters
-        gpus = math.ceil(16 * count / (INPUTS.usable_share * H200_BYTES))
+        gpus = math.ceil(16 * count / (INPUTS.usable_share * MACHINES["h200-256gb"].hbm_bytes))
         cells = [model]
         for of in ("exact", "smallest"):
             gb = sum(state_bytes(model, of).values()) / GB
