@@ -226,9 +226,9 @@ def accumulate(
 
     Args:
         batches: keyword arguments of the model's forward, one mapping a micro-batch.
-        loss_fn: (outputs, batch) -> scalar. The step's loss is the sum of what it returns: divide it yourself. None
-            takes the model's own loss: normalised by the target tokens of the whole step where it can be (causal and
-            masked LMs of transformers with `labels`), else the mean over micro-batches.
+        loss_fn: called as loss_fn(outputs, batch), returns a scalar. The step's loss is the sum of what it returns:
+            divide it yourself. None takes the model's own loss: normalised by the target tokens of the whole step
+            where it can be (causal and masked LMs of transformers with `labels`), else the mean over micro-batches.
 
     Returns the micro-batches' losses (detached), which sum to the step's loss. Of micro-batches that were merged
     (`mt.init(exact=)`, never with a loss_fn) each has its share, by target tokens, of their loss. Gradients are added
@@ -332,7 +332,25 @@ def _check_batches(batches: Any, loss_fn: Any) -> list[Mapping[str, Any]]:
             )
     if loss_fn is not None and not callable(loss_fn):
         raise UserError(f"loss_fn={loss_fn!r} must be a function of (outputs, batch), or None for the model's own loss")
+    if loss_fn is not None and not _takes_two(loss_fn):
+        raise UserError(
+            f"loss_fn is called as loss_fn(outputs, batch), and {getattr(loss_fn, '__name__', loss_fn)}"
+            f"{inspect.signature(loss_fn)} does not take these two: give it these parameters"
+        )
     return batches
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with two positional arguments; so it is taken to be where nobody can tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def engine_for(model: nn.Module) -> Engine:

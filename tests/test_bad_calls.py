@@ -27,6 +27,8 @@ BATCHES: dict[str, tuple[Callable[[], Any], Any, str]] = {
         "no loss: give the batches `labels`.*loss_fn",
     ),
     "loss_fn": (lambda: [make_batch()], 3, "loss_fn=3 must be a function"),
+    "loss_of_outputs": (lambda: [make_batch()], lambda out: out.loss, r"called as loss_fn\(outputs, batch\)"),
+    "loss_of_labels": (lambda: [make_batch()], lambda out, *, labels: out.loss, r"does not take these two"),
     "vector": (
         lambda: [make_batch()],
         lambda out, batch: out.logits.mean(-1),
@@ -50,6 +52,20 @@ def test_micro_batches_and_losses(case: str) -> None:
     with pytest.raises(mt.UserError, match=message):
         mt.accumulate(model, make(), loss_fn)
     assert_like(model, plain())
+
+
+@pytest.mark.parametrize("raised", [TypeError, ValueError])
+def test_a_loss_function_whose_signature_cannot_be_read_is_called(raised: type[Exception]) -> None:
+    class Unreadable:
+        @property
+        def __signature__(self) -> Any:
+            raise raised("there is none")
+
+        def __call__(self, outputs: Any, batch: Any) -> torch.Tensor:
+            return outputs.loss
+
+    (loss,) = mt.accumulate(streamed(), [make_batch()], Unreadable())
+    assert torch.equal(loss, plain()(**make_batch()).loss)
 
 
 def test_what_a_loss_function_raises_is_what_one_sees() -> None:
