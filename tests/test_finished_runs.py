@@ -57,11 +57,30 @@ def test_a_finished_run_is_left_alone_and_one_without_its_model_gets_it(
     # A run in its place: none of its checkpoints is there any more when it trains, and all are where it is refused.
     anew = ["output.overwrite=true", "training.save_strategy=no", "training.max_steps=1"]
     code, _, err = command(capsys, "train", recipe, *anew, "data.path=nowhere.jsonl")
-    assert code == 2 and (out / "checkpoint-4").is_dir() and record.is_saved(out, 4)
+    assert code == 2 and (out / "checkpoint-4").is_dir() and record.saved_step(out) == 4
     code, told, _ = command(capsys, "train", recipe, *anew)
     assert code == 0 and "checkpoint-2 to checkpoint-4, of the run that is overwritten" in told
     assert not list(out.glob("checkpoint-*")) and not list(out.glob(".*"))
     assert json.loads((out / record.RECORD_NAME).read_text())["overrides"] == anew
+
+
+def test_a_run_without_checkpoints_says_whether_it_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    training = {"max_steps": 1, "save_strategy": "no"}
+    recipe = write_recipe(tmp_path, training=training, data={"eval_fraction": 0.0}, sample={"prompts": []})
+    assert command(capsys, "train", recipe)[0] == 0
+    before = files_below(out)
+    code, told, _ = command(capsys, "resume", out)
+    assert code == 0 and f"all 1 steps are done and {out} has the model" in told
+    code, _, err = command(capsys, "resume", out, "training.max_steps=2")
+    assert code == 2 and "is finished (step 1) and saved no checkpoint" in err and f"model.name={out}" in err
+    assert files_below(out) == before
+    (out / "model.safetensors").unlink()
+    code, _, err = command(capsys, "resume", out)
+    assert code == 2 and "has saved no checkpoint to go on from" in err and "training.save_steps=100" in err
+    assert "resume_from_checkpoint" not in err
 
 
 def test_what_cannot_be_removed_whole_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

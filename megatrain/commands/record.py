@@ -48,15 +48,14 @@ def note_saved(output_dir: Path, step: int) -> None:
     _write(output_dir / RECORD_NAME, json.dumps({**record, SAVED: step}, indent=1))
 
 
-def is_saved(output_dir: Path, step: int) -> bool:
-    """Whether the model in `output_dir` is that of this step of its run, and whole as far as its files tell."""
+def saved_step(output_dir: Path) -> int | None:
+    """The step of its run whose model is in `output_dir`, whole as far as its files tell; None if there is none."""
     try:
-        record = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8"))
-        is_of_step = record.get(SAVED) == step
+        step = json.loads((output_dir / RECORD_NAME).read_text(encoding="utf-8")).get(SAVED)
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
     has_weights = any((output_dir / name).is_file() for name in WEIGHT_NAMES)
-    return is_of_step and has_weights and not damage_of(output_dir)
+    return step if step is not None and has_weights and not damage_of(output_dir) else None
 
 
 def start_anew(recipe_file: Path, overrides: Sequence[str], output_dir: Path, former: Sequence[Path]) -> None:
@@ -100,6 +99,18 @@ def noted_run(output_dir: Path) -> Run:
     # Overrides are YAML, in which a name may mean something; in quotes it does not.
     overrides = [*kept, f"output.dir={json.dumps(str(output_dir), ensure_ascii=False)}", f"{KEY}=true"]
     return Run(recipe_file=output_dir / RECIPE_NAME, overrides=overrides, folder=folder)
+
+
+def why_none(output_dir: Path) -> str:
+    """What to tell of a run without a checkpoint that is to go on."""
+    step = saved_step(output_dir)
+    saves = "training.save_strategy=steps training.save_steps=100 saves one every 100 steps"
+    if step is None:
+        return f"DIR: the run in {output_dir} has saved no checkpoint to go on from; start it anew ({saves})"
+    return (
+        f"DIR: the run in {output_dir} is finished (step {step:,}) and saved no checkpoint to go on from; a new run "
+        f"with model.name={output_dir} and another output.dir trains its model on ({saves})"
+    )
 
 
 def _has_run(folder: Path) -> bool:

@@ -17,9 +17,10 @@ from megatrain.base.paths import looking_at
 from megatrain.base.units import format_bytes, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
 from megatrain.commands.memory import peak_device_bytes, peak_host_bytes
-from megatrain.commands.record import is_saved, note_run, note_saved, noted_run, start_anew
+from megatrain.commands.record import note_run, note_saved, noted_run, saved_step, start_anew, why_none
 from megatrain.commands.resume import KEY, former_checkpoints, how_to_go_on, step_of, when_saved
 from megatrain.recipe import Recipe, load_recipe
+from megatrain.save.checkpoints import checkpoints_in
 from megatrain.save.folder import check_place, holding_output_folder
 
 if TYPE_CHECKING:
@@ -78,15 +79,29 @@ def _train(
 def resume(output_dir: Path, overrides: Sequence[str] = ()) -> None:
     """Goes on with the run whose output folder this is, from its newest sound checkpoint.
 
-    Raises UserError for a folder without a run or a checkpoint, and what `train` raises.
+    A run that is finished is told to be, and left alone. Raises UserError for a folder without a run or a checkpoint,
+    and what `train` raises.
     """
     for override in overrides:
         if override.partition("=")[0].strip() in ("output.dir", KEY):
             raise UserError(f"{override}: DIR says where the run is and goes on; leave it out")
     run = noted_run(output_dir)
+    home = run.recipe_file.parent
+    with looking_at("DIR"):
+        has_checkpoint = bool(checkpoints_in(home))
+    if not has_checkpoint:
+        step = None if overrides else saved_step(home)
+        if step is None:
+            raise UserError(why_none(home))
+        _print_finished(make_console(), step, home)
+        return
     if run.folder.is_dir():
         os.chdir(run.folder)
     train(run.recipe_file, [*run.overrides, *overrides])
+
+
+def _print_finished(console: Console, num_steps: int, output_dir: Path) -> None:
+    print_fact(console, "finished", f"all {num_steps} steps are done and {output_dir} has the model")
 
 
 def _run(
@@ -108,8 +123,9 @@ def _run(
     length = RunLength.of(arguments, report.num_rows, report.num_tokens)
     length.settle_intervals(arguments)
     num_steps_done = 0 if checkpoint is None else step_of(checkpoint)
-    if checkpoint is not None and num_steps_done >= length.num_steps and is_saved(recipe.output_dir, num_steps_done):
-        print_fact(console, "finished", f"all {num_steps_done} steps are done and {recipe.output_dir} has the model")
+    is_over = checkpoint is not None and num_steps_done >= length.num_steps
+    if is_over and saved_step(recipe.output_dir) == num_steps_done:
+        _print_finished(console, num_steps_done, recipe.output_dir)
         print_fact(console, "to train on", "set training.max_steps or training.num_train_epochs higher")
         return
     check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
