@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from megatrain.base.units import format_bytes
 from megatrain.execute.report import say_on_a_line_of_its_own
 from megatrain.plan.outcome import Plan
@@ -200,3 +202,10 @@ class BackgroundSaves:
 
 def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
+
+
+def has_own_on_save(callback: transformers.TrainerCallback) -> bool:
+    """It may look at the model. Those of transformers (integrations) look at files alone."""
+    event = getattr(callback.on_save, "__func__", callback.on_save)
+    is_of_transformers = getattr(event, "__module__", "").startswith("transformers.")
+    return event is not transformers.TrainerCallback.on_save and not is_of_transformers

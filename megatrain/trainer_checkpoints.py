@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatrain.arguments import num_times
 from megatrain.arithmetic import arithmetic_of, go_on_with
-from megatrain.background_saves import BackgroundSaves
+from megatrain.background_saves import BackgroundSaves, has_own_on_save
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent
 from megatrain.base.units import format_bytes
@@ -69,6 +69,9 @@ class CheckpointingTrainer(transformers.Trainer):
 
     card_facts: Mapping[str, str] = {}
     """More lines for the model card: name -> fact."""
+
+    notes_model = False
+    """Whether `save_model` writes a manifest, as checkpoints have it. A folder of your own you may want to change."""
 
     most_rows: int | None = None
     """Of a micro-batch that run at a time, where the device did not hold more."""
@@ -180,7 +183,7 @@ class CheckpointingTrainer(transformers.Trainer):
                 write_card(folder, facts, instead_of=Path(target))
             if not is_by_layer:
                 return
-            saving = Saving(self.model, self.engine, None, folder, has_manifest=False)
+            saving = Saving(self.model, self.engine, None, folder, has_manifest=self.notes_model, is_checkpoint=False)
             context = stack.pop_all()
         saving.run(context)
 
@@ -237,7 +240,7 @@ class CheckpointingTrainer(transformers.Trainer):
         """Nobody waits for the checkpoint, or for the model as it is now, and nobody holds what it is made of and may
         change it."""
         callbacks = self.callback_handler.callbacks
-        if any(_has_own_on_save(callback) for callback in callbacks):
+        if any(has_own_on_save(callback) for callback in callbacks):
             return False
         is_held = any(home.is_lent for home in self.engine.homes) or (self.optimizer and self.optimizer.is_lending)
         return self.engine.config.save_in_background and self.is_in_train and not is_held
@@ -375,13 +378,6 @@ class CheckpointingTrainer(transformers.Trainer):
         check_saved(self.model, self.engine, best)
         read_weights(self.model, best)
         read_exact(self.model, self.engine, best)
-
-
-def _has_own_on_save(callback: transformers.TrainerCallback) -> bool:
-    """It may look at the model. Those of transformers (integrations) look at files alone."""
-    event = getattr(callback.on_save, "__func__", callback.on_save)
-    is_of_transformers = getattr(event, "__module__", "").startswith("transformers.")
-    return event is not transformers.TrainerCallback.on_save and not is_of_transformers
 
 
 def _checkpoint_dir(run_dir: str, step: int) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_helpers import command, files_below, write_recipe
 from safetensors.torch import load_file
+from saving_helpers import flip_a_bit
 from trainer_helpers import Recorder, arguments, assert_equal_weights, llama, rows, train, weights
 
 import megatrain as mt
-from megatrain.commands import record
+from megatrain.commands import record, run
+from megatrain.models import ResolvedModel, resolve_model
 from megatrain.run_log import LOG_NAME
+from megatrain.save.checkpoints import MANIFEST_NAME
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
 
@@ -62,6 +67,34 @@ def test_a_finished_run_is_left_alone_and_one_without_its_model_gets_it(
     assert code == 0 and "checkpoint-2 to checkpoint-4, of the run that is overwritten" in told
     assert not list(out.glob("checkpoint-*")) and not list(out.glob(".*"))
     assert json.loads((out / record.RECORD_NAME).read_text())["overrides"] == anew
+
+
+def test_the_model_of_a_run_says_where_it_came_from_and_what_it_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(*given: Any, **options: Any) -> ResolvedModel:
+        return dataclasses.replace(resolve_model(*given, **options), note="from a package: coarse")
+
+    monkeypatch.setattr(run, "resolve_model", resolved)
+    out = tmp_path / "out"
+    training = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    recipe = write_recipe(tmp_path, training=training, data={"eval_fraction": 0.0}, sample={"prompts": []})
+    assert command(capsys, "train", recipe)[0] == 0
+    assert "| base model's weights | from a package: coarse |" in (out / "README.md").read_text()
+    (out / "README.md").write_text("words of mine")
+    code, told, _ = command(capsys, "verify", out)
+    names = {"model.safetensors", "config.json", "tokenizer.json"}
+    assert code == 0 and told.count("sound: every file is what was written") == 2
+    manifest = json.loads((out / MANIFEST_NAME).read_text())["files"]
+    assert names < manifest.keys() and not {"README.md", LOG_NAME, record.RECORD_NAME} & manifest.keys()
+    flip_a_bit(out / "model.safetensors")
+    code, told, _ = command(capsys, "verify", out)
+    assert code == 1 and "out is damaged: model.safetensors has changed" in " ".join(told.split())
+
+    # What another program saves there is not what the manifest is of.
+    trainer, _ = train(mt.Trainer, tmp_path / "other")
+    trainer.save_model(str(out))
+    assert not (out / MANIFEST_NAME).exists() and (out / "checkpoint-1" / MANIFEST_NAME).exists()
 
 
 def test_a_run_without_checkpoints_says_whether_it_is_finished(

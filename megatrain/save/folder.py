@@ -25,6 +25,9 @@ ADAPTER_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 ENTRY_NAMES = (*WEIGHT_NAMES, *ADAPTER_NAMES)
 """A folder of weights can be loaded once it has one of these. They come last and go first."""
 
+MANIFEST_NAME = "megatrain_manifest.json"
+"""Sizes and checksums of the other files (megatrain/save/checkpoints.py)."""
+
 _INCOMPLETE, _OLD = "incomplete", "old"
 _FORMER = ".former.old"
 """What is being removed from an output folder."""
@@ -205,8 +208,9 @@ def _replaced(staging: Path, target: Path, keep_others: bool) -> list[Path]:
     if not keep_others:
         places |= set(target.iterdir())
     elif any((staging / name).exists() for name in ENTRY_NAMES):
-        # With an old adapter's config beside it, a whole model would load as that adapter.
-        stale = (*ENTRY_NAMES, "adapter_config.json")
+        # With an old adapter's config beside it, a whole model would load as that adapter; an old manifest is of what
+        # was there.
+        stale = (*ENTRY_NAMES, "adapter_config.json", MANIFEST_NAME)
         places |= {*(target / name for name in stale), *target.glob("model-*-of-*.safetensors")}
     hidden = {_beside(target, ending, True) for ending in (_INCOMPLETE, _OLD)}
     return sorted((path for path in places - hidden if os.path.lexists(path)), key=_is_entry, reverse=True)

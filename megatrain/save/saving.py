@@ -56,7 +56,7 @@ class Saving:
         optimizer: None saves weights alone.
         has_weights: see `SavedLayers`.
         spare_bytes: host memory for copies. A home that is larger is copied only where it does not lie in host memory.
-        has_manifest: the folder is a checkpoint.
+        has_manifest: of its files. is_checkpoint: the manifest says what must be there.
         notes: kept beside the optimizer's settings, as JSON takes them.
     """
 
@@ -70,11 +70,12 @@ class Saving:
         has_weights: bool = True,
         spare_bytes: int = 0,
         has_manifest: bool = True,
+        is_checkpoint: bool = True,
         shard_bytes: int = SHARD_BYTES,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine, self._folder = engine, folder
-        self._spare_bytes, self._has_manifest = spare_bytes, has_manifest
+        self._spare_bytes, self._has_manifest, self._is_checkpoint = spare_bytes, has_manifest, is_checkpoint
         self._layers = SavedLayers(model, engine, optimizer, has_weights=has_weights)
         self._settings = None
         if optimizer is not None:
@@ -198,7 +199,8 @@ class Saving:
             text = json.dumps(self._settings, indent=1)
             (self._folder / SETTINGS_NAME).write_text(text, encoding="utf-8")
         if self._has_manifest:
-            write_manifest(self._folder, written, kind=WEIGHTS if self._settings is None else TRAINING)
+            kind = WEIGHTS if self._settings is None else TRAINING
+            write_manifest(self._folder, written, kind=kind if self._is_checkpoint else None)
 
     def _capture_all(self) -> None:
         try:
