@@ -73,6 +73,7 @@ def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(method)
     def run(self: Engine, *args: Any, **kwargs: Any) -> Result:
+        self.memory.check_process()
         thread, depth, owner = threading.get_ident(), self._depth, self._thread
         is_backward = torch._C._current_graph_task_id() != -1
         if depth == 0 and not is_backward:
@@ -154,7 +155,6 @@ class Engine:
         self._looked_at: Home | None = None
         self.update_ratios: dict[str, float] = {}
         """Home name -> |dw| / |w| of its last update, if `measure_updates` was set before it."""
-
         self.plan: Plan | None = None
         """What memory and time were planned to be, where that was asked for."""
         self.report = RunReport(self)
@@ -336,7 +336,7 @@ class Engine:
         """Until every drain and every update is over."""
         self.transport.flush()
         for home in self.homes:
-            home.updated.wait()
+            home.wait()
         if self.memory.disk is not None:
             self.memory.disk.settle()
         for home in self.homes:
@@ -348,7 +348,7 @@ class Engine:
             # So that all gradients can be looked at in turn without a copy of each (see `lend`).
             self._looked_at.grads.let_go()
         self._looked_at = home
-        home.updated.wait()
+        home.wait()
         return home.grads.lend(field)
 
     def zero_grad(self) -> None:

@@ -48,7 +48,7 @@ class Fetcher:
 
     def weights(self, home: Home, field: Field) -> torch.Tensor:
         with self._engine.transport.waiting("weights"):
-            home.updated.wait()
+            home.wait()
         if home is not self.resident:
             self._engine.transport.counters.num_fetches += 1
             return self._engine.transport.hops.fetch(home, home.weights(field), self._engine.device)

@@ -100,8 +100,7 @@ class HomeMover:
     def _move(self, home: Home, place: Place) -> None:
         engine = self._engine
         assert self.may_move(home) and DISK_TIER not in place.tiers.values(), f"{home.name} cannot live in {place}"
-        for tier in home.tiers.values():
-            tier.check_process()
+        home.check_process()
         self._require_host_memory(home, place)
         leaves = home.place.moments == HBM_TIER != place.moments
         if leaves and any(keeper.has_lent_on_device for keeper in self.keepers):

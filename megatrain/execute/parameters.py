@@ -142,7 +142,7 @@ class HomeParameter(_AtHome, nn.Parameter):
         if value.shape != self.shape:
             raise RuntimeError(f"a gradient of shape {tuple(value.shape)} does not fit {self._field.name} {self.shape}")
         # An update that is still running reads the same memory.
-        self._home.updated.wait()
+        self._home.wait()
         self._home.grads.set(self._home.gradient_layout(), self._field, value)
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:

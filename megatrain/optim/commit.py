@@ -187,7 +187,7 @@ class OpenStep:
             if not update.is_done:
                 queue(update)
         for update in self._left:
-            update.home.updated.wait()
+            update.home.wait()
         for update in [] if begun is None else begun.updates:
             update.count()
         if begun is not None and engine.num_steps == begun.number:
@@ -226,7 +226,7 @@ def _settle(updates: Iterable[Update]) -> None:
     """Wait until nothing that was queued runs any more, whatever became of it."""
     for update in updates:
         with contextlib.suppress(Exception):
-            update.home.updated.wait()
+            update.home.wait()
 
 
 def _is_queued(update: object) -> bool:
@@ -245,7 +245,7 @@ def check_whole(engine: Engine, what: str, *, waits: bool = True) -> None:
     for home in engine.homes:
         home.check_sound()
         if home.updated.error is not None:
-            home.updated.wait()
+            home.wait()
     behind = [home.name for home in engine.homes if not all(_is_queued(update) for update in tuple(home.due))]
     if behind:
         raise RefusedError(

@@ -163,7 +163,7 @@ class LentStates(Mapping[HomeParameter, State]):
     def __getitem__(self, parameter: HomeParameter) -> State:
         if parameter not in self:
             raise KeyError(parameter)
-        parameter._home.updated.wait()
+        parameter._home.wait()
         parameter._home.expose()
         return _LentState(
             (name, self._lending.lend(value) if isinstance(value, torch.Tensor) and name != "step" else value)

@@ -104,7 +104,7 @@ class HomeUpdating:
         home.version += 1
         update.queue(engine, run)
         if home.is_lent:
-            home.updated.wait()
+            home.wait()
 
     def _trained(self, home: Home) -> list[states.State]:
         """States of the parameters that have a gradient."""

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from megatrain.base.errors import DiskError, RefusedError, UserError
+from megatrain.base.errors import DiskError, UserError
 from megatrain.base.fence import Fence
 from megatrain.base.paths import user_path
 from megatrain.base.units import MIB
@@ -35,7 +35,7 @@ from megatrain.store.disk_calls import DiskCalls
 from megatrain.store.disk_file import DiskFile
 from megatrain.store.disk_sums import BlockGuard, DiskChecks, PageSums
 from megatrain.store.disk_threads import Block, IoThreads, Meter, Transfer
-from megatrain.store.tier import PAGE_BYTES, round_up
+from megatrain.store.tier import PAGE_BYTES, OwnProcess, round_up
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
@@ -101,13 +101,13 @@ class DiskStore:
         self.checks: DiskChecks | None = None
         """Of what extents write from now on, where that was asked for."""
         self._calls = calls or DiskCalls()
-        self._process_id = os.getpid()
+        self._owner = OwnProcess()
         self._lock = threading.Lock()
         self._meters = Meters()
         files = _open_files([user_path(folder, "offload_dir") for folder in folders], self._calls)
         self._disks = [Disk(file, num_threads, self._meters) for file in files]
         # The threads hold no store: one that is dropped without `close` ends them.
-        weakref.finalize(self, _end, self._disks, self._process_id).atexit = False
+        weakref.finalize(self, _end, self._disks, self._owner).atexit = False
         _stores.add(self)
 
     # What it measured
@@ -174,15 +174,11 @@ class DiskStore:
 
     def check_process(self) -> None:
         """Raise RefusedError in a forked process, which has none of the threads."""
-        if os.getpid() != self._process_id:
-            raise RefusedError(
-                "a forked process cannot use homes on disk, whose files it shares with its parent: use the model in "
-                "the process that called mt.stream, or call mt.stream in this one"
-            )
+        self._owner.check()
 
     def close(self) -> None:
         """End the threads when all that was asked is done. Extents cannot be used any more; mapped tensors can."""
-        if os.getpid() != self._process_id:
+        if not self._owner.is_this:
             return  # there are no threads to end, and the files are its parent's
         for disk in self._disks:
             disk.threads.close()
@@ -195,7 +191,7 @@ class Space:
 
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
-        weakref.finalize(self, _release, parts, os.getpid()).atexit = False
+        weakref.finalize(self, _release, parts, OwnProcess()).atexit = False
 
 
 class Extent:
@@ -328,15 +324,15 @@ def _move(file: DiskFile, meters: Meters, block: Block) -> None:
             meter.end(num_bytes)
 
 
-def _end(disks: Sequence[Disk], process_id: int) -> None:
-    if os.getpid() == process_id:
+def _end(disks: Sequence[Disk], owner: OwnProcess) -> None:
+    if owner.is_this:
         for disk in disks:
             disk.threads.end()
 
 
-def _release(parts: Sequence[Part], process_id: int) -> None:
+def _release(parts: Sequence[Part], owner: OwnProcess) -> None:
     """A forked process drops its copies of extents whose files are its parent's."""
-    if os.getpid() == process_id:
+    if owner.is_this:
         for part in parts:
             part.disk.file.release(part.offset, part.num_bytes)
 

@@ -76,6 +76,16 @@ class Home:
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lending = Lending()
 
+    def check_process(self) -> None:
+        """Raises RefusedError in a forked process."""
+        for tier in self.tiers.values():
+            tier.check_process()
+
+    def wait(self) -> None:
+        """Until its last update is over. Raises RefusedError in a forked process, where no thread would end it."""
+        self.check_process()
+        self.updated.wait()
+
     def check_sound(self) -> None:
         """Raises UpdateError where an update has left it with states that cannot be used."""
         if self.torn is not None:
@@ -114,8 +124,11 @@ class Home:
         return self.low[field.offset : field.offset + field.numel]
 
     def read(self, field: Field) -> torch.Tensor:
-        """A copy of the exact master in the field's shape, on the CPU: fp32 if split, else the wire dtype."""
-        self.updated.wait()
+        """A copy of the exact master in the field's shape, on the CPU: fp32 if split, else the wire dtype.
+
+        Raises RefusedError in a forked process.
+        """
+        self.wait()
         self.check_sound()
         self.settle()
         if not field.is_split:
@@ -126,7 +139,7 @@ class Home:
     def saved(self, field: Field) -> torch.Tensor:
         """The field in the dtype its model was loaded in, on the CPU. Shares the home's bytes where it lies there and
         nothing has to be converted."""
-        self.updated.wait()
+        self.wait()
         if field.dtype == field.saved_dtype and self.wire.device.type == "cpu":
             self.expose()
             self.num_lendings += 1
@@ -159,9 +172,7 @@ class Home:
 
         Raises RefusedError in a forked process.
         """
-        for tier in self.tiers.values():
-            tier.check_process()
-        self.updated.wait()
+        self.wait()
         self.expose()  # and so behind what the update has still to write
         assert tuple(value.shape) == field.shape, f"{field.name}: {tuple(value.shape)} is not {field.shape}"
         # First: a copy to the device that is under way is of no use any more, whatever it reads.

@@ -5,7 +5,7 @@ exact size plus `cudaHostRegister` transfers at full speed and takes 0.05-0.1 s/
 Rule: a buffer is released only after every tensor that views it is gone (the mapping is kept alive by the tensors).
 Mappings are shared with forked processes, not copied on write: else every page that an update writes while a data
 loader's workers live would be there twice, and page-locked ones would be copied by the fork itself.
-So a forked process must not write (`check_process`).
+So a forked process must not write, nor read what its parent may be writing (`check_process`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Tier(Protocol):
         where tier and machine can. owner: what it is for, for messages. Raises UserError where there is no room."""
 
     def check_process(self) -> None:
-        """Raise RefusedError in a process that must not write here."""
+        """Raise RefusedError in a process that must not use what is here."""
 
     def expose(self) -> None:
         """Somebody may change tensors of this tier who is no update."""
@@ -35,12 +35,16 @@ class OwnProcess:
     def __init__(self) -> None:
         self._process_id = os.getpid()
 
+    @property
+    def is_this(self) -> bool:
+        return os.getpid() == self._process_id
+
     def check(self) -> None:
-        """Raise RefusedError in a forked process: what it writes, its parent reads."""
-        if os.getpid() != self._process_id:
+        """Raise RefusedError in a forked process: it has none of the threads, and what it writes, its parent reads."""
+        if not self.is_this:
             raise RefusedError(
-                "a forked process cannot change a streamed model, whose weights it shares with its parent: change it "
-                "in the process that called mt.stream, or call mt.stream in this one"
+                "a forked process cannot use a streamed model, which lives in the process that streamed it: use it "
+                "there, or start this process by spawn and call mt.stream in it"
             )
 
 

@@ -30,6 +30,7 @@ import torch
 
 from megatrain.base.errors import UpdateError
 from megatrain.base.fence import Fence, bare
+from megatrain.store.tier import OwnProcess
 from megatrain.transport.recorder import Label, Record, Recorder
 from megatrain.transport.stall import StallClock
 
@@ -83,6 +84,7 @@ class Lane:
         self._random = random.Random(name)
         self._inbox: _Inbox = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._owner = OwnProcess()
         self._under_way: list[Fence] = []
         # The thread holds the lane weakly: a model that is dropped without `close` ends its lanes too.
         self._thread = threading.Thread(
@@ -124,6 +126,7 @@ class Lane:
         fence: Fence | None = None,
         label: Label | None = None,
     ) -> Fence:
+        self._owner.check()  # the thread is not in a forked process
         if self._error is not None:
             raise bare(self._error)
         fence = fence or Fence()

@@ -53,7 +53,7 @@ class SerialStream:
         """The home's wire section (flat uint8) on the device."""
         self.counters.visit(home)
         home.check_sound()
-        home.updated.wait()
+        home.wait()
         if home.place.is_resident:
             return home.wire
         self.counters.transfer(home.wire.numel())
@@ -69,7 +69,7 @@ class SerialStream:
 
     def drain(self, home: Home, packet: GradientPacket) -> None:
         """Bring a pass's gradients home."""
-        home.updated.wait()
+        home.wait()
         with self._recorded("d2h", "drain", home.name):
             receive = land(home, packet, copy_)
             if self.device.type == "cuda":
