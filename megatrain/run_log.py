@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,10 +83,68 @@ def read_log(file: Path) -> ReadLog:
 def _entry(line: bytes) -> Entry | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_one = isinstance(entry, dict) and isinstance(entry.get("event"), str) and type(entry.get("step")) is int
-    return entry if is_one else None
+    return entry if is_sound(entry) and isinstance(entry.get("event"), str) else None
+
+
+def is_sound(entry: Any) -> bool:
+    """Whether it has a step, and what it says is of the kinds that logs hold: whoever shows it need not look again."""
+    if not isinstance(entry, dict) or not _is_count(entry.get("step")):
+        return False
+    return all(is_one(entry[name]) for name, is_one in _KINDS.items() if entry.get(name) is not None)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_amount(value: Any) -> bool:
+    """Of seconds, bytes or things."""
+    return is_number(value) and abs(value) <= _MOST
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and _is_amount(value)
+
+
+def _is_time(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= _LAST_TIME
+
+
+def _is_value(value: Any) -> bool:
+    """Of a loss and the like, which may diverge."""
+    return is_number(value) and (abs(value) <= _LARGEST_VALUE or value in _INFINITE or value != value)
+
+
+def _are_amounts(value: Any) -> bool:
+    return isinstance(value, dict) and all(one is None or _is_amount(one) for one in value.values())
+
+
+def _is_outcome(value: Any) -> bool:
+    """What was predicted, or measured, of a step."""
+    if not isinstance(value, dict):
+        return False
+    seconds, peaks = value.get("step_seconds"), value.get("bytes")
+    return (seconds is None or _is_amount(seconds)) and (peaks is None or _are_amounts(peaks))
+
+
+_MOST = 10**15
+_LAST_TIME = 10**11
+"""A date can still be made of it."""
+_INFINITE = (math.inf, -math.inf)
+_LARGEST_VALUE = 1e100
+"""More than any norm of fp32 numbers; a chart can still be made of it."""
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "time": _is_time,
+    **dict.fromkeys(("loss", "eval_loss", "learning_rate", "grad_norm"), _is_value),
+    **dict.fromkeys(("num_steps", "num_tokens", "num_parameters", "max_steps", "num_bytes"), _is_count),
+    **dict.fromkeys(("seconds", "pause_seconds", "predicted_pause_seconds"), _is_amount),
+    **dict.fromkeys(("memory_bytes", "stall_seconds", "faults"), _are_amounts),
+    **dict.fromkeys(("planned", "predicted", "measured"), _is_outcome),
+}
+"""Of what is computed with; the rest is shown as it is."""
 
 
 def _before(entries: Iterable[Entry], begin: Entry) -> list[Entry]:

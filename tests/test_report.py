@@ -252,6 +252,50 @@ def test_files_that_are_damaged_are_left_out_and_named(run: Path) -> None:
     Reader(page(found))
 
 
+@pytest.mark.parametrize(
+    ("event", "name", "value"),
+    [
+        ("log", "step", 10**30),
+        ("log", "loss", 10**400),
+        ("log", "loss", "low"),
+        ("log", "grad_norm", 10**400),
+        ("log", "learning_rate", 10**400),
+        ("log", "seconds", math.nan),
+        ("log", "num_steps", 0.5),
+        ("log", "memory_bytes", {"ram": "much"}),
+        ("log", "stall_seconds", [1.0]),
+        ("log", "time", 1e300),
+        ("begin", "num_parameters", "many"),
+        ("begin", "planned", {"step_seconds": 1.0, "bytes": [1]}),
+        ("measured", "measured", "well"),
+        ("measured", "measured", {"step_seconds": "two"}),
+        ("checkpoint", "num_bytes", "many"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_line_that_says_what_no_log_holds_is_left_out_and_counted(
+    run: Path, event: str, name: str, value: object
+) -> None:
+    file = run / LOG_NAME
+    whole = read_run(run)
+    changed = next(json.loads(line) for line in file.read_bytes().splitlines() if f'"{event}"'.encode() in line)
+    with file.open("a") as log:
+        log.write(json.dumps(changed | {name: value}) + "\n" + "[" * 200_000 + "\n")
+    found = read_run(run)
+    assert found.logs == whole.logs and found.about == whole.about and found.outcome == whole.outcome
+    assert found.checkpoints == whole.checkpoints
+    assert "3 lines of megatrain_log.jsonl cannot be read and are left out" in " ".join(found.notes)
+    Reader(page(found))
+
+
+def test_a_loss_that_diverged_is_shown(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step, loss in enumerate((1.0, 3e38, math.inf, math.nan), start=1):
+        log.add("log", step, {"loss": loss, "grad_norm": 1e42})
+    assert [entry["loss"] for entry in read_run(tmp_path).logs][:3] == [1.0, 3e38, math.inf]
+    Reader(page(read_run(tmp_path)))
+
+
 def test_a_recipe_leaves_a_trace_of_the_step_that_it_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, sample={"prompts": []}, output={"dir": str(tmp_path / "out"), "trace_step": 3})
     code, _, _ = command(capsys, "train", recipe, "training.max_steps=4", "training.logging_steps=1")

@@ -15,7 +15,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.base.units import format_number
 from megatrain.commands.record import RECIPE_NAME, RECORD_NAME
-from megatrain.run_log import LOG_NAME, Entry, read_log
+from megatrain.run_log import LOG_NAME, Entry, is_number, is_sound, read_log
 from megatrain.save.checkpoints import checkpoints_in
 
 STATE_NAME = "trainer_state.json"
@@ -75,10 +75,6 @@ class RunData:
 
     def plain_sum(self, name: str) -> float:
         return sum(entry[name] for entry in self.logs if is_number(entry.get(name)))
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def step_seconds(entry: Entry) -> float | None:
@@ -169,9 +165,12 @@ def _from_state(states: Sequence[Path], notes: list[str]) -> dict[str, Any]:
     for path in reversed(states):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["log_history"]
-            history = [entry for entry in found if isinstance(entry, dict) and type(entry.get("step")) is int]
+            history = [entry for entry in found if is_sound(entry)]
+            if len(history) < len(found):
+                left_out = format_number(len(found) - len(history), "log")
+                notes.append(f"{left_out} of {path.parent.name}/{path.name} cannot be read and are left out")
             break
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             notes.append(f"{path.parent.name}/{path.name} cannot be read ({error}) and is left out")
     return {
         "logs": [entry for entry in history if "loss" in entry],
@@ -185,7 +184,7 @@ def _trace_in(folder: Path, notes: list[str]) -> tuple[Mapping[str, Any] | None,
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             return json.loads(path.read_text(encoding="utf-8")), path.name
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             notes.append(f"{path.name} is no whole trace ({error}) and is left out")
     notes.append("there is no trace of lanes in the folder: output.trace_step in a recipe, or mt.trace, writes one")
     return None, ""

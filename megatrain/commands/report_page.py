@@ -13,14 +13,13 @@ from megatrain.base.units import GIB, format_bytes, format_count, format_number,
 from megatrain.commands.report_charts import Chart, Level, Line, Points, chart_html
 from megatrain.commands.report_data import (
     RunData,
-    is_number,
     memory_bytes,
     step_seconds,
     tokens_per_second,
 )
 from megatrain.commands.report_lanes import lanes_html
 from megatrain.commands.report_style import STYLE
-from megatrain.run_log import Entry
+from megatrain.run_log import Entry, is_number
 
 TIERS = {"hbm": "device memory", "ram": "host memory in use", "disk": "offload disk"}
 _MANY = 20
