@@ -272,6 +272,12 @@ STREAM_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lane_delay_seconds": float("nan")}, "lane_delay_seconds=nan .*finite"),
     ({"lane_delay_seconds": float("inf")}, "lane_delay_seconds=inf .*finite"),
     ({"lane_delay_seconds": "1"}, "lane_delay_seconds='1'"),
+    ({"kept_layers": ["blocks.0"]}, "kept_layers=.'blocks.0'. must be a mapping"),
+    ({"kept_layers": None}, "kept_layers=None must be a mapping"),
+    ({"kept_layers": "blocks.0"}, "kept_layers='blocks.0' must be a mapping"),
+    ({"kept_layers": 5}, "kept_layers=5 must be a mapping"),
+    ({"kept_layers": {"blocks.0": ["all"]}}, "'blocks.0' cannot keep .'all'.: use one of"),
+    ({"kept_layers": {"blocks.0": None}}, "'blocks.0' cannot keep None: use one of"),
     ({"places": ["hbm"]}, "places=.'hbm'. must be a place"),
 ]
 

@@ -305,8 +305,12 @@ class StreamOptions:
             is_count = isinstance(value, int) and not isinstance(value, bool)
             if not (is_left_out or (is_count and value >= least)):
                 raise UserError(f"{name}={value!r} must be a whole number and at least {least}")
+        if not isinstance(self.kept_layers, Mapping):
+            raise UserError(
+                f"kept_layers={self.kept_layers!r} must be a mapping from names of layers to what they keep"
+            )
         for name, keeps in self.kept_layers.items():
-            if keeps not in KEEPS:
+            if not (isinstance(keeps, str) and keeps in KEEPS):
                 raise UserError(f"kept_layers: {name!r} cannot keep {keeps!r}: use one of {tuple(KEEPS)}")
         delay = self.lane_delay_seconds
         if not isinstance(delay, (int, float)) or isinstance(delay, bool) or not 0 <= delay < math.inf:
