@@ -32,7 +32,7 @@ def trace(model: nn.Module, file: str | os.PathLike[str] | None = None) -> Itera
     written, a model that is traced already.
     """
     engine = engine_for(model)
-    path = None if file is None else writable(os.fspath(file), "mt.trace")
+    path = None if file is None else writable(file, "mt.trace")
     if engine.transport.recorder is not None:
         raise UserError("mt.trace: this model is traced already; end that block first")
     found = Trace(engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,12 @@ def test_what_cannot_be_traced_is_said_before_anything_runs(tmp_path: Path, monk
         raise AssertionError
     with pytest.raises(mt.UserError, match="mt.trace: .*nowhere.*cannot be written"):
         mt.trace(run.model, tmp_path / "nowhere" / "lanes.json").__enter__()
+    for file in (5, b"lanes.json", "", "a\0b"):
+        with pytest.raises(mt.UserError, match=f"mt.trace: {re.escape(repr(file))} is not the path of a file"):
+            mt.trace(run.model, file).__enter__()
+    full = "/dev/full"
+    with pytest.raises(mt.UserError, match=f"mt.trace: {full} cannot be used .No space"), mt.trace(run.model, full):
+        run.step()
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     with pytest.raises(mt.UserError, match="mt.trace: you may not write .*lanes.json"):
         mt.trace(run.model, tmp_path / "lanes.json").__enter__()

@@ -14,15 +14,16 @@ _SHOWN_CHARACTERS = 200
 
 
 @contextlib.contextmanager
-def looking_at(setting: str) -> Iterator[None]:
+def looking_at(setting: str, file: Path | None = None) -> Iterator[None]:
     """Around every look at a path that `setting` named: no permission, a name too long, a disk that fails.
 
+    file: that is written, which an error in the middle of it does not name.
     Raises UserError that names the setting, the path and the reason.
     """
     try:
         yield
     except OSError as error:
-        name = str(error.filename)
+        name = str(error.filename or file or "its file")
         shown = name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}..."
         raise UserError(
             f"{setting}: {shown} cannot be used ({error.strerror or error}); correct the path, or its permissions"

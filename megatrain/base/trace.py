@@ -73,13 +73,16 @@ def chrome_trace(pieces: Sequence[Piece], facts: Mapping[str, Any] | None = None
 
 def write_trace(trace: Mapping[str, Any], file: Path, setting: str = "mt.trace") -> None:
     """setting: that named the file. Raises UserError for one that cannot be written."""
-    with looking_at(setting):
+    with looking_at(setting, file):
         file.write_text(json.dumps(trace), encoding="utf-8")
 
 
-def writable(file: str | Path, setting: str) -> Path:
+def writable(file: str | os.PathLike[str], setting: str) -> Path:
     """The path, before any work. Raises UserError where no file can be."""
-    file = user_path(file, setting)
+    text = os.fspath(file) if isinstance(file, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UserError(f"{setting}: {file!r} is not the path of a file; name a file in a folder that is there")
+    file = user_path(text, setting)
     with looking_at(setting):
         folder = file.absolute().parent
         if file.is_dir() or not folder.is_dir():

@@ -20,7 +20,7 @@ def report(folder: Path, output: Path | None) -> None:
     file = run.folder / REPORT_NAME if output is None else output
     file = writable(file, "--output")
     text = page(run)
-    with looking_at("--output"):
+    with looking_at("--output", file):
         beside = file.with_name(f".{file.name}.incomplete")
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, file)
