@@ -44,7 +44,7 @@ FIGURES = {
 before micro-batches were merged, or are to be compared with merged ones."""
 
 FIGURE_KEYS = ("median_seconds", "step_seconds", "tflops_published", "tflops_counted", "peak_device_bytes",
-               "peak_host_bytes", "stall_seconds", "homes", "home_bytes_per_parameter", "num_merged_micro_batches",
+               "peak_host_bytes", "stall_seconds", "homes", "home_bytes_per_parameter", "num_micro_batches_run",
                "predicted")  # fmt: skip
 
 

@@ -34,6 +34,6 @@ def gradients_of(data: list[dict[str, Any]], precision: str, exact: bool) -> tup
     model = mt.stream(llama()).train()
     losses = mt.accumulate(model, data)
     gradients = {name: gradient.float() for name, gradient in mt.named_gradients(model)}
-    count = mt.stats(model)["num_merged_micro_batches"]
+    count = mt.stats(model)["num_micro_batches_run"]
     engine_of(model).close()
     return {**gradients, "losses": torch.stack(losses).sum().cpu()}, count

@@ -119,7 +119,7 @@ def figures(**changes: Any) -> dict[str, Any]:
     return {
         **{"step_seconds": [7.2, 7.1, 7.3, 7.19, 7.2], "median_seconds": 7.2, "mean_seconds": 7.19, "losses": [11.9]},
         **{"tokens_per_second": 9119.0, "tflops_published": 417.0, "tflops_counted": 393.0, "num_micro_batches": 4},
-        **{"num_merged_micro_batches": 4.0},
+        **{"num_micro_batches_run": 4.0},
         **{"peak_device_bytes": 101 * 2**30, "peak_host_bytes": 75 * 2**30, "disk_bytes": 0, "has_settled": True},
         **{"warm_up_seconds": [9.0] * 10, "num_skipped_steps": 0, "formulas": {"published": "6 x parameters"}},
         **{"link_bytes": {"to_device": 3e10, "to_host": 15e9}, "homes": {"cpu": 31}},

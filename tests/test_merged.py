@@ -63,7 +63,7 @@ def plainly(model: Any, many: list[dict]) -> dict[str, torch.Tensor]:
 
 def told(model: Any) -> tuple[int, int, str]:
     stats = mt.stats(model)
-    return stats["num_micro_batches"], stats["num_merged_micro_batches"], stats["unmerged_because"]
+    return stats["num_micro_batches"], stats["num_micro_batches_run"], stats["unmerged_because"]
 
 
 def summed(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -108,7 +108,7 @@ def test_a_trainer_logs_what_transformers_logs(tmp_path: Path, capsys: pytest.Ca
     merged, found = train(mt.Trainer, tmp_path / "merged")
     stats = mt.stats(merged.model)
     # 14 rows in micro-batches of 2: 3, 3 and 1 in a step; twice.
-    assert (stats["num_micro_batches"], stats["num_merged_micro_batches"]) == (14, 6)
+    assert (stats["num_micro_batches"], stats["num_micro_batches_run"]) == (14, 6)
     assert losses(merged) == pytest.approx(losses(plain), rel=1e-5)
     assert found.events == expected.events
     assert merged.state.total_flos == plain.state.total_flos
@@ -140,7 +140,7 @@ def test_a_merged_run_goes_on_bit_for_bit_under_other_memory(
     resumed = make_trainer(tmp_path, mt.stream(llama(), options=StreamOptions(places="hbm")), max_steps=4)
     assert engine_of(resumed.model).merging.most_tokens == MERGED_TOKENS
     resumed.train(resume_from_checkpoint=True)
-    assert mt.stats(resumed.model)["num_merged_micro_batches"] == 1 + 2, "of one, and of three"
+    assert mt.stats(resumed.model)["num_micro_batches_run"] == 1 + 2, "of one, and of three"
     assert_equal_weights(mt.full_state_dict(resumed.model), expected)
     assert "bit for bit as if it had never stopped" in capsys.readouterr().out
 
@@ -189,7 +189,7 @@ def test_a_run_that_was_not_merged_goes_on_so_unless_told_otherwise(
     resumed = make_trainer(tmp_path / "run", llama(), max_steps=4)
     resumed.train(resume_from_checkpoint=True)
     assert told in capsys.readouterr().out
-    assert mt.stats(resumed.model)["num_merged_micro_batches"] == num_merged
+    assert mt.stats(resumed.model)["num_micro_batches_run"] == num_merged
     found = mt.full_state_dict(resumed.model)
     assert all(torch.equal(found[name], expected[name]) for name in expected) == (exact is not False)
 
@@ -300,7 +300,7 @@ def test_the_command_plans_with_merged_micro_batches(capsys: pytest.CaptureFixtu
 def test_a_benchmark_tells_what_was_merged(tmp_path: Path) -> None:
     work = small_work(tmp_path)
     counts = [
-        measure_streamed(dataclasses.replace(work, exact=exact), silent)["num_merged_micro_batches"]
+        measure_streamed(dataclasses.replace(work, exact=exact), silent)["num_micro_batches_run"]
         for exact in (False, True)
     ]
     assert counts == [1, 2]

@@ -81,7 +81,7 @@ def measure_streamed(work: Work, tell: Tell) -> dict[str, Any]:
     engine.wait()
     figures = {
         "num_micro_batches": num_micro_batches,
-        "num_merged_micro_batches": _a_step("num_merged_micro_batches", before, after, times),
+        "num_micro_batches_run": _a_step("num_micro_batches_run", before, after, times),
         "build_seconds": built_seconds,
         **times.data(),
         **rates(work, flops, times.median_seconds),

@@ -251,7 +251,7 @@ def _own_words(work: Work, outcome: Outcome) -> str:
     number = outcome.figures["num_micro_batches"]
     batches = f"{number} micro-batch{'es' if number > 1 else ''}"
     rows = format_number(work.num_sequences // number, "sequence")
-    merged = outcome.figures["num_merged_micro_batches"]
+    merged = outcome.figures["num_micro_batches_run"]
     rows += f", merged into {merged:g}" if merged < number else ""
     by = "placed by the planner" if outcome.figures["is_planned"] else "not planned"
     return f"{first}; {batches} of {rows}; {by}"

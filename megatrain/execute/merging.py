@@ -60,10 +60,11 @@ class Merging:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Since the model was streamed. Both numbers are of steps that `mt.accumulate` or `mt.Trainer` ran."""
+        """Since the model was streamed, in steps of `mt.accumulate` or `mt.Trainer`: micro-batches that were given,
+        those that ran in their place (as many, where none were merged), and why none of the last step were."""
         return {
             "num_micro_batches": self._num_given,
-            "num_merged_micro_batches": self._num_run,
+            "num_micro_batches_run": self._num_run,
             "unmerged_because": self.reason,
         }
 
