@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 import megatrain
 from megatrain.base.cgroup import usable_cores
+from megatrain.data.collate import sample_lengths
 from megatrain.execute.engine import Engine, engine_of
 from megatrain.execute.report import measured_bytes, predicted
 from megatrain.run_log import RunLog
@@ -43,7 +44,7 @@ class RunLogger(TrainerCallback):
 
     def see(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """The micro-batches of the coming step."""
-        self._num_tokens += sum(map(_num_tokens, batches))
+        self._num_tokens += sum(map(count_tokens, batches))
 
     def begin_step(self) -> None:
         """Logs, evaluations and checkpoints between two steps are over."""
@@ -159,10 +160,18 @@ def _of_run(engine: Engine, args: Any, state: Any, model: Any) -> dict[str, Any]
     }
 
 
-def _num_tokens(batch: Mapping[str, Any]) -> int:
-    """Of one micro-batch, without padding where a mask tells it; 0 where there are none."""
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+def count_tokens(batch: Mapping[str, Any]) -> int:
+    """Of one micro-batch, without padding where a mask, or the positions of packed rows, tell it; 0 where there are
+    none."""
+    ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, torch.Tensor):
         return 0
-    is_told = isinstance(mask, torch.Tensor) and mask.device.type == "cpu" and mask.shape == ids.shape
-    return int(mask.sum()) if is_told else ids.numel()
+    if _is_of_each_token(mask, ids):
+        return int(mask.sum())
+    if ids.ndim == 2 and _is_of_each_token(positions, ids):
+        return sum(sample_lengths({"position_ids": positions}))
+    return ids.numel()
+
+
+def _is_of_each_token(told: Any, ids: torch.Tensor) -> bool:
+    return isinstance(told, torch.Tensor) and told.device.type == "cpu" and told.shape == ids.shape

@@ -14,8 +14,8 @@ from megatrain.base.units import format_count, format_number, format_seconds
 from megatrain.commands.console import make_console, print_fact, print_table
 from megatrain.commands.length import RunLength
 from megatrain.commands.progress import WINDOW_STEPS, ProgressDisplay, SpeedMeter, Work
-from megatrain.commands.run import sample_lengths
-from megatrain.data.collate import Collator, count_batch
+from megatrain.data.collate import Collator, count_batch, sample_lengths
+from megatrain.run_logger import count_tokens
 
 
 class Counters:
@@ -97,6 +97,8 @@ def test_sample_lengths_leave_padding_out(packed: bool) -> None:
     batch = Collator(pad_token_id=0, packed=packed)(rows)
     assert sample_lengths(batch) == ([2, 3, 2] if packed else [5, 2])
     assert sum(sample_lengths(batch)) == count_batch(batch).num_tokens
+    assert count_tokens(batch) == 7, "the report counts the same"
+    assert count_tokens({"input_ids": batch["input_ids"]}) == 10, "nothing tells it"
 
 
 def test_without_a_terminal_each_log_is_a_line() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
@@ -24,7 +23,7 @@ from megatrain.commands.console import print_block, print_fact, print_step
 from megatrain.commands.progress import Work
 from megatrain.commands.samples import check_samples, encode_prompt
 from megatrain.data.build import Datasets, build_datasets
-from megatrain.data.collate import Batch
+from megatrain.data.collate import sample_lengths
 from megatrain.execute.model import Initialize
 from megatrain.loading import open_pretrained
 from megatrain.models import ResolvedModel, resolve_model
@@ -70,18 +69,6 @@ class CountingTrainer(Trainer):
             counted_flops=self._counted_flops,
             stall_seconds=sum(self.engine.stats()["stall_seconds"].values()),
         )
-
-
-def sample_lengths(batch: Batch) -> list[int]:
-    """Tokens of each sample in a batch of the collator, padding apart."""
-    if "position_ids" not in batch:
-        return batch["attention_mask"].sum(1).tolist()
-    positions = batch["position_ids"]
-    # A sample ends where the next position does not follow. Padding is a run of samples of one token, and no real
-    # sample is that short.
-    following = torch.nn.functional.pad(positions[:, 1:], (0, 1))
-    lengths = positions[following != positions + 1] + 1
-    return lengths[lengths > 1].tolist()
 
 
 @dataclass(frozen=True, kw_only=True)

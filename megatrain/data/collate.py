@@ -69,6 +69,18 @@ def ready_masks(config: PreTrainedConfig, position_ids: torch.Tensor, dtype: tor
     return create_masks_for_generate(config.get_text_config(), shape_only, None, None, position_ids=position_ids)
 
 
+def sample_lengths(batch: Batch) -> list[int]:
+    """Tokens of each sample in a batch of the collator, padding apart."""
+    if "position_ids" not in batch:
+        return batch["attention_mask"].sum(1).tolist()
+    positions = batch["position_ids"]
+    # A sample ends where the next position does not follow. Padding is a run of samples of one token, and no real
+    # sample is that short.
+    following = torch.nn.functional.pad(positions[:, 1:], (0, 1))
+    lengths = positions[following != positions + 1] + 1
+    return lengths[lengths > 1].tolist()
+
+
 @dataclass(frozen=True)
 class BatchCounts:
     """What a batch holds, padding apart. Counts of TFLOPS and tokens/s take these."""
