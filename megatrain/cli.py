@@ -23,12 +23,27 @@ INTERRUPTED = 130
 PURPOSE = "Train language models bigger than the GPU, all parameters, on one GPU."
 
 Shape = Annotated[
-    str, typer.Argument(help="A folder, a config.json, a name on the Hub, or a built-in shape.", metavar="MODEL")
+    str,
+    typer.Argument(
+        help="A folder, a config.json, a name on the Hub, or a built-in shape: "
+        "qwen2.5-{tiny,0.5b,1.5b,3b,7b,14b,32b,72b}, "
+        "qwen3-{0.6b,1.7b,4b,8b,14b,32b,30b-a3b,235b-a22b}, llama-{3.2-1b,3.2-3b,3-8b,3-70b,3.1-8b,3.1-70b,3.1-405b}, "
+        "mistral-{7b,large}, mixtral-{8x7b,8x22b}, command-r-plus, gpt-{oss-20b,oss-120b}, deepseek-v3, kimi-k2.",
+        metavar="MODEL",
+    ),
 ]
 Tokens = Annotated[
     str, typer.Option(help="Of a step: sequences x length, or their product (see --seq).", metavar="BxT")
 ]
 Length = Annotated[int | None, typer.Option(help="Tokens of a sequence; left out: 1024 at most.")]
+Accumulate = Annotated[
+    int | None,
+    typer.Option(
+        help="Micro-batches of a step, given to every row; left out: as the plan takes. This library's row merges them "
+        "where it may, and says so; not with --exact.",
+        metavar="N",
+    ),
+]
 
 
 def train(
@@ -59,7 +74,7 @@ def doctor(
         Path | None, typer.Option(help="Where the profile goes, in place of the cache.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Measure this machine, say what slows it down, keep the profile that plans use."""
+    """Measure this machine, and say what slows it down. The profile is kept for plans."""
     from megatrain.commands.doctor import doctor as run
 
     run(offload_dir or [], quick=quick, as_json=as_json, output=output)
@@ -93,7 +108,7 @@ def plan(
         Path | None, typer.Option(help="Write the simulated lanes as a Chrome trace.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Predict memory and time of a training step, on this machine or another. Needs no GPU and no weights."""
+    """Predict memory and time of a training step. Of this machine or another, without a GPU and without weights."""
     from megatrain.commands.plan import PlanOptions
     from megatrain.commands.plan import plan as run
 
@@ -122,10 +137,7 @@ def bench(
     model: Shape,
     tokens: Tokens = "64x1024",
     seq: Length = None,
-    accumulate: Annotated[
-        int | None,
-        typer.Option(help="Micro-batches of a step, in every row; left out: as the plan takes.", metavar="N"),
-    ] = None,
+    accumulate: Accumulate = None,
     vs: Annotated[
         str, typer.Option(help="Peers to measure beside it: zero3, hbm, or zero3,hbm.", metavar="PEERS")
     ] = "",
@@ -170,7 +182,7 @@ def bench(
         typer.Option(help="Write two more steps as a Chrome trace, and say what it shows.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Measure whole training steps here, of a shape with random weights; and those of peers beside it."""
+    """Measure whole training steps on this machine. Of a shape with random weights, and of peers beside it."""
     settings = locals()  # the options by name, and nothing else yet
     from megatrain.commands.bench import BenchOptions
     from megatrain.commands.bench import bench as run
@@ -184,7 +196,7 @@ def verify(
         Path, typer.Argument(help="A checkpoint, a model, or the output folder of a run.", metavar="DIR")
     ],
 ) -> None:
-    """Check that checkpoints and models are what was written; exit code 1 if one is damaged."""
+    """Check that checkpoints and models are what was written. The exit code is 1 if one is damaged."""
     from megatrain.commands.verify import verify as run
 
     if not run(folder):
@@ -211,7 +223,7 @@ def report(
         Path | None, typer.Option(help="Where the page goes, in place of DIR/report.html.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Show a run as one HTML page: losses, speed, memory, plan against actual, lanes, checkpoints, faults."""
+    """Show a run as one HTML page. Losses, speed, memory, plan against actual, lanes, checkpoints, faults."""
     from megatrain.commands.report import report as run
 
     run(folder, output)
@@ -224,7 +236,7 @@ def export(
         str | None, typer.Option(help="bf16, or fp32: the exact masters. Left out: as they were saved.")
     ] = None,
 ) -> None:
-    """Make a checkpoint a model to give away: weights, config, tokenizer, a card."""
+    """Make a checkpoint a model to give away. With weights, config, tokenizer, a card."""
     from megatrain.commands.export import export as run
 
     run(checkpoint, folder, dtype)

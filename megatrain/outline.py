@@ -129,7 +129,7 @@ def attention_of(model: nn.Module) -> str | None:
 def why_unmerged(model: nn.Module, config: Config, precision: str, workload: Workload | None) -> str:
     """Why micro-batches are run as they are, as far as settings and shapes tell; empty where they may be merged."""
     if config.is_exact(precision):
-        return "exact=True" if config.exact else "with fp32 compute they are only with exact=False"
+        return "exact=True" if config.exact else "with fp32 compute they are only with mt.init(exact=False)"
     if workload is not None and workload.reads_logits:
         return "the loss is one of your own, which may couple rows"
     return why_not_merged(model)

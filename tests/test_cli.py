@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -13,13 +14,16 @@ import pytest
 import torch
 import transformers
 from command_helpers import command, files_below, write_recipe
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megatrain as mt
 from megatrain import cli
+from megatrain.commands.console import print_fact, print_figure, print_warning
 from megatrain.data.build import build_datasets
 from megatrain.recipe import load_recipe
+from megatrain.spec.builtin import BUILTIN
 from megatrain.store.tier import PAGE_BYTES, round_up
 
 
@@ -38,6 +42,34 @@ def in_own_process(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 # Help and exit codes
+
+
+def test_help_is_whole_at_80_columns_and_names_the_built_in_shapes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    verbs = command(capsys, "--help")[1]
+    assert "..." not in verbs.partition("Commands:")[2] and max(map(len, verbs.splitlines())) <= 80
+    shapes = re.findall(r"([\w.-]+-)\{(.*?)\}", "".join(command(capsys, "plan", "--help")[1].split()))
+    named = {family + size for family, sizes in shapes for size in sizes.split(",")}
+    assert named == {name for name in BUILTIN if name not in ("command-r-plus", "deepseek-v3", "kimi-k2")}
+
+
+def test_what_a_terminal_shows_is_whole_and_wraps_beside_its_name() -> None:
+    for show in (
+        lambda console: print_fact(console, "checkpoint-4", "sound " * 30),
+        lambda console: print_warning(console, "sound " * 30),
+        lambda console: print_figure(console, "largest context", "sound " * 30, 16),
+    ):
+        console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+        show(console)
+        first, *others = console.file.getvalue().splitlines()
+        indent = first.index("sound")
+        assert "…" not in first and others
+        assert all(line[:indent].isspace() and line[indent:].startswith("sound") for line in others)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    print_fact(console, "checkpoint-4", "sound " * 30)
+    assert console.file.getvalue().startswith("checkpoint-4 sound")
 
 
 def test_verbs_and_options_change_only_on_purpose() -> None:

@@ -338,3 +338,17 @@ def test_small_models_are_printed_in_units_that_show_them(capsys: pytest.Capture
     assert "the model's config allows 128 positions, fewer than 256" in out
     largest = next(line for line in out.splitlines() if "largest context" in line)
     assert largest.endswith("the model's config allows 128 positions")
+
+
+def test_a_machine_that_is_not_known_is_told_before_a_model_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.planning.outline_model", lambda name: pytest.fail("a model was built"))
+    code, _, err = command(capsys, "plan", "llama-3-8b", "--machine", "rtx5090")
+    assert code == 2 and "there is no machine 'rtx5090'" in err
+
+
+def test_all_layers_are_counted_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ("--machine", "rtx4090", "--tokens", "8x1024", "--clip", "layer", "--compression", "4bit")
+    words = data(capsys, "llama-3-70b", *call)["plan"]["words"]
+    assert "all 82 layers stream" in words and "moments of 82 layers on disk" in words

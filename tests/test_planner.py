@@ -19,7 +19,7 @@ from megatrain.base.errors import UserError
 from megatrain.base.units import GB, GIB
 from megatrain.plan.choice import Choice
 from megatrain.plan.cost import ALLOCATOR_GAPS, working_bytes
-from megatrain.plan.explain import bottleneck, conventional_bytes, conventional_state_bytes, memory_table
+from megatrain.plan.explain import bottleneck, conventional_bytes, conventional_state_bytes, memory_table, why_late
 from megatrain.plan.flops import model_work
 from megatrain.plan.machine import Machine
 from megatrain.plan.machines import H200, MACHINES
@@ -277,6 +277,12 @@ def test_the_bottleneck_is_the_lane_that_compute_waits_for() -> None:
     assert bottleneck(predicted(builtin("qwen2.5-7b"), work, homes=30).simulation)[0] == "compute"
     slow = dataclasses.replace(H200, h2d_bytes_per_second=2e9)
     assert bottleneck(predicted(builtin("qwen2.5-7b"), work, machine=slow).simulation)[0] == "h2d"
+    idle, by_layer = (predicted(builtin("qwen2.5-7b"), work, config=Config(clip=clip)) for clip in ("global", "layer"))
+    assert "where the exact norm is known" in why_late(idle) and by_layer.step_seconds < 0.9 * idle.step_seconds
+    for found in (by_layer, predicted(builtin("qwen2.5-7b"), work, homes=30)):
+        assert why_late(found) == ""
+    for busy in (slow, with_updates(30)):
+        assert why_late(predicted(builtin("qwen2.5-7b"), work, machine=busy)) == ""
     # A drain waits for a slab that a late update frees: the link is not to blame.
     by_layer = predicted(builtin("qwen2.5-7b"), work, machine=with_updates(4), config=Config(clip="layer"))
     assert bottleneck(by_layer.simulation)[0] == "cpu" and "drain" not in by_layer.simulation.stall_seconds()

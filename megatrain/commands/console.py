@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 PLAIN_WIDTH = 120
 NAME_WIDTH = 11
@@ -27,17 +28,50 @@ def make_console(file: TextIO | None = None) -> Console:
 
 def print_fact(console: Console, name: str, text: str) -> None:
     """`model       HuggingFaceTB/...`: a name in its column and a text that wraps beside it."""
-    from rich.table import Table
     from rich.text import Text
 
-    if not console.is_terminal:
-        beside = text.replace("\n", "\n" + " " * (NAME_WIDTH + 1))
-        console.print(Text(f"{name:<{NAME_WIDTH}} {beside}"), soft_wrap=True)
+    if console.is_terminal:
+        _print_beside(console, Text(name, style="bold"), Text(text), NAME_WIDTH)
         return
+    beside = text.replace("\n", "\n" + " " * (NAME_WIDTH + 1))
+    console.print(Text(f"{name:<{NAME_WIDTH}} {beside}"), soft_wrap=True)
+
+
+def print_figure(console: Console, name: str, text: str, width: int) -> None:
+    """`  step             7.19 s`: as a fact, set in, with a column of `width` for the name."""
+    from rich.text import Text
+
+    if console.is_terminal:
+        _print_beside(console, Text(f"  {name}"), Text(text), width + 2)
+    else:
+        print_fact(console, "", f"{name:<{width}} {text}")
+
+
+def print_remark(console: Console, kind: str, text: str, style: str, more: str = "") -> None:
+    """`warning: ...` or `note: ...`, wrapped beside its kind.
+
+    Args:
+        more: a line of its own behind the text, set in.
+    """
+    from rich.text import Text
+
+    label = Text(f"{kind}:", style=style)
+    if console.is_terminal:
+        _print_beside(console, label, Text("\n".join(filter(None, [text, more]))), len("warning:"))
+        return
+    console.print(label.append(f" {text}"), soft_wrap=True)
+    if more:
+        console.print(Text(" " * 6 + more), soft_wrap=True)
+
+
+def _print_beside(console: Console, name: Text, text: Text, width: int) -> None:
+    """A name, whole however long it is, and a text that wraps beside it."""
+    from rich.table import Table
+
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=NAME_WIDTH, style="bold")
+    grid.add_column(min_width=width, overflow="fold")
     grid.add_column(overflow="fold")
-    grid.add_row(name, Text(text))
+    grid.add_row(name, text)
     console.print(grid)
 
 
@@ -60,9 +94,7 @@ def print_block(console: Console, text: str) -> None:
 
 
 def print_warning(console: Console, text: str) -> None:
-    from rich.text import Text
-
-    console.print(Text(f"warning: {text}", style="yellow"))
+    print_remark(console, "warning", text, "yellow")
 
 
 def print_table(console: Console, title: str, rows: Mapping[str, str] | Sequence[Sequence[str]]) -> None:

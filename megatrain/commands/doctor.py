@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.errors import UserError
 from megatrain.base.paths import existing_parent, looking_at, machine_profile_path, user_path
 from megatrain.base.units import GB, format_bytes, format_number
-from megatrain.commands.console import make_console, print_fact, print_step, print_table, print_warning
+from megatrain.commands.console import make_console, print_fact, print_remark, print_step, print_table, print_warning
 from megatrain.plan.threads import divide_cores
 from megatrain.probe.facts import BYTES_PER_SECOND, FLOPS_PER_SECOND, Facts, GpuFacts, HostFacts, Rate
 from megatrain.probe.judge import Finding, findings
@@ -165,18 +165,10 @@ def _format_rate(rate: Rate) -> str:
 
 
 def _print_findings(console: Console, found: Sequence[Finding]) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     if not found:
         print_fact(console, "findings", "nothing that slows this machine down was found")
     for finding in found:
-        text = Text(f"{'note' if finding.is_note else 'warning'}: ", style="bold" if finding.is_note else "bold yellow")
-        text.append(finding.text, style="not bold default")
-        remedy = Text(finding.remedy)
+        kind, style = ("note", "bold") if finding.is_note else ("warning", "bold yellow")
+        print_remark(console, kind, finding.text, style, finding.remedy)
         if console.is_terminal:
-            console.print(text)
-            console.print(Padding(remedy, (0, 0, 1, 6)))
-            continue
-        console.print(text, soft_wrap=True)
-        console.print(Text(" " * 6 + finding.remedy), soft_wrap=True)
+            console.print()

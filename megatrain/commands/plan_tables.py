@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.units import GB, MB, format_count, format_number, format_seconds
-from megatrain.commands.console import print_fact, print_warning
+from megatrain.commands.console import print_fact, print_figure, print_warning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,12 @@ STALL_WORDS = {
     "unstage states": "states on the link",
     "write gradients": "gradients to disk",
 }
+
+
+def in_flag_words(text: str) -> str:
+    """Settings of `mt.init` as options of the command line."""
+    text = text.replace("mt.init(exact=True)", "--exact").replace('clip="layer"', "--clip layer")
+    return re.sub(r"\bexact=True\b", "--exact", text)
 
 
 def print_plan(console: Console, found: Plan, notes: list[str], context: int) -> None:
@@ -67,7 +74,7 @@ def _print_head(console: Console, found: Plan, notes: list[str]) -> None:
     how = f"{formats.precision} compute, {formats.master} master weights, {config.moments} moments"
     clip = "clipped by the exact global norm" if config.clip == "global" else "clipped by layer, no gradients kept"
     print_fact(console, "step", f"{step}; {how}, {clip}" + (", compiled" if config.compile else ""))
-    print_fact(console, "plan", describe(found))
+    print_fact(console, "plan", in_flag_words(describe(found)))
     has_disk = any(DISK_TIER in place.tiers.values() for place in found.choice.places)
     print_fact(console, "threads", divide_cores(machine.num_cores, has_disk=has_disk).describe())
     length = found.workload.length
@@ -115,9 +122,11 @@ def _print_time(console: Console, found: Plan, context: int) -> None:
     from rich import box
     from rich.table import Table
 
-    from megatrain.plan.explain import bottleneck, has_experts
+    from megatrain.plan.explain import bottleneck, has_experts, why_late
 
     lane, why = bottleneck(found.simulation)
+    late = why_late(found)
+    why = in_flag_words(f"{why}; {late}") if late else why
     counted = f"{_rate(found.counted_tflops)} counted (active matrices, causal attention)"
     published = f"{_rate(found.published_tflops)} as published (6 x parameters x tokens)"
     longest = f"{context:,} tokens, one sequence at a time" if context else "less than 256 tokens"
@@ -136,9 +145,7 @@ def _print_time(console: Console, found: Plan, context: int) -> None:
     console.print()
     console.print("time, predicted by simulating the lanes", style="bold")
     for name, text in lines.items():
-        print_fact(console, "", f"{name:<16} {text}") if not console.is_terminal else console.print(
-            f"  {name:<16} {text}"
-        )
+        print_figure(console, name, text, 16)
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("lane", "busy s", "share", ""):
         table.add_column(title, justify="left" if title in ("lane", "") else "right")

@@ -58,6 +58,22 @@ def bottleneck(simulation: Simulation) -> tuple[str, str]:
     return lane, f"compute waits {total / simulation.step_seconds:.0%} of the step, mostly for: {cause}"
 
 
+_OF_UPDATES = ("update", "read states", "stage states", "unstage states", "write states")
+
+
+def why_late(plan: Plan) -> str:
+    """Why the compute lane waits for updates whose lane has time left: they begin behind the backward, where the norm
+    of all gradients is known. Empty where that is not so."""
+    simulation = plan.simulation
+    stalls = simulation.stall_seconds()
+    lane, _ = bottleneck(simulation)
+    is_idle = simulation.busy_seconds().get(lane, 0.0) < 0.9 * simulation.step_seconds
+    of_updates = lane != COMPUTE and max(stalls, key=lambda name: stalls[name]) in _OF_UPDATES
+    if plan.config.clip != "global" or not (of_updates and is_idle):
+        return ""
+    return 'updates begin only behind the backward, where the exact norm is known (clip="layer" begins earlier)'
+
+
 _CAUSES = {
     "fetch": "h2d",
     "bring input": "h2d",
@@ -107,7 +123,9 @@ def describe(plan: Plan) -> str:
         ("weights", "weights"),
         ("gradients", "gradients"),
     ):
-        count = sum(place.tiers[part] == "disk" for place in choice.places)
+        # Of homes of layers, as they are counted above: what belongs to no layer has a home, too.
+        homes = zip(spec.homes, choice.places, strict=True)
+        count = sum(bool(home.layers) and place.tiers[part] == "disk" for home, place in homes)
         if count:
             sentences.append(f"{name} of {count} layers on disk")
     return "; ".join(sentences)
@@ -162,7 +180,7 @@ def tile_tokens(plan: Plan) -> int | None:
 def as_data(plan: Plan) -> dict[str, Any]:
     """Everything that is printed, for programs. Bytes and seconds."""
     spec, workload, simulation = plan.spec, plan.workload, plan.simulation
-    lane, why = bottleneck(simulation)
+    (lane, why), late = bottleneck(simulation), why_late(plan)
     return {
         "model": {
             "name": spec.name,
@@ -204,7 +222,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "tflops_published": plan.published_tflops,
             "tflops_counted": plan.counted_tflops,
             "bottleneck": lane,
-            "why": why,
+            "why": f"{why}; {late}" if late else why,
             "busy_seconds": simulation.busy_seconds(),
             "stall_seconds": simulation.stall_seconds(),
         },
