@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ from command_helpers import command
 from rich.console import Console
 
 from megatrain.base.errors import UserError
-from megatrain.bench import worker
+from megatrain.bench import peers, worker
 from megatrain.bench.peers import Variant
 from megatrain.bench.process import Outcome, listen
 from megatrain.bench.work import Tell, Work
@@ -218,3 +219,24 @@ def test_a_row_of_its_own_that_fails_is_exit_code_1(
     assert out.count(": NOT MEASURED: add 14 GiB") == 3 and "nothing was measured" in out
     assert [limit for _, limit in asked] == [120.0] * 3
     assert [variant and variant.num_micro_batches for variant, _ in asked] == [None, 4, 4]
+
+
+def test_a_row_that_merged_its_micro_batches_says_so_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    of = figures(num_micro_batches=8, num_micro_batches_run=2.0, is_planned=True, slot_bytes={"weights": 0})
+    notes = ["megatrain: as they are: exact=True", "megatrain: merged (mt.init(exact=True) runs them as they are)"]
+
+    def run_row(work: Work, variant: Variant | None, *others: Any) -> Outcome:
+        return Outcome(figures=of, notes=notes, device="NVIDIA H200") if variant is None else Outcome(figures=of)
+
+    monkeypatch.setattr("megatrain.bench.process.run_row", run_row)
+    monkeypatch.setitem(peers.ROWS, "hbm", ("hbm bf16",))
+    call = ("bench", small_model(tmp_path), "--tokens", "8x8", "--accumulate", "8", "--vs", "hbm")
+    code, out, _ = command(capsys, *call)
+    table = out[out.index("measured, median") : out.index("as they are")]
+    assert code == 0 and table.count("merged into 2") == 1 and "8 micro-batches of 1 sequence, merged into 2" in out
+    assert "exact=True" not in out and out.count("--exact") == 2
+    assert "lanes, a step: mean of 5 steps, 7.19 s" in out
+    rows = json.loads(command(capsys, *call, "--json")[1])["rows"]
+    assert [row["merged"] for row in rows] == ["merged into 2", ""]

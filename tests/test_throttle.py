@@ -217,7 +217,7 @@ def test_the_first_line_says_it_and_a_benchmark_takes_it(
     clock: Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = measure_streamed(dataclasses.replace(small_work(tmp_path), max_link_gb_s=12.5), silent)
-    assert "link held down to 12.5 GB/s each way" in capsys.readouterr().out
+    assert "copies, in place of a link, held down to 12.5 GB/s each way" in capsys.readouterr().out
     assert len(clock.slept) > 0 and len(found["step_seconds"]) == 5
     start()
     assert "link" not in capsys.readouterr().out

@@ -26,6 +26,7 @@ from megatrain.base.units import format_number
 from megatrain.commands.bench_tables import Row, print_bench, print_head
 from megatrain.commands.console import make_console, print_fact
 from megatrain.commands.plan import check_words, read_workload
+from megatrain.commands.plan_tables import in_flag_words
 
 if TYPE_CHECKING:
     from megatrain.bench.peers import Variant
@@ -214,8 +215,9 @@ def _rows(work: Work, peers: list[str], options: BenchOptions) -> Iterator[Row]:
             return run_row(work, variant, options.limit_minutes * 60, tell)
 
     outcome = run(None, OWN)
-    own = Row(name=OWN, how=_own_words(work, outcome), figures=outcome.figures, problem=outcome.problem,
-              notes=outcome.notes[1:], device=outcome.device)  # fmt: skip
+    own = Row(name=OWN, merged=_merged(outcome), how=_own_words(work, outcome), figures=outcome.figures,
+              problem=outcome.problem, notes=list(map(in_flag_words, outcome.notes[1:])),
+              device=outcome.device)  # fmt: skip
     yield own
     number = work.num_micro_batches or work.num_sequences
     if own.figures is not None:
@@ -245,16 +247,23 @@ def _peer_row(name: str, work: Work, number: int, run: Callable[[Variant, str], 
 
 def _own_words(work: Work, outcome: Outcome) -> str:
     """How this library ran: its first line, and the micro-batches."""
-    first = outcome.notes[0].partition(": ")[2] if outcome.notes else ""
+    first = in_flag_words(outcome.notes[0].partition(": ")[2]) if outcome.notes else ""
     if outcome.figures is None:
         return first
     number = outcome.figures["num_micro_batches"]
     batches = f"{number} micro-batch{'es' if number > 1 else ''}"
     rows = format_number(work.num_sequences // number, "sequence")
-    merged = outcome.figures["num_micro_batches_run"]
-    rows += f", merged into {merged:g}" if merged < number else ""
+    merged = ", ".join(filter(None, [rows, _merged(outcome)]))
     by = "placed by the planner" if outcome.figures["is_planned"] else "not planned"
-    return f"{first}; {batches} of {rows}; {by}"
+    return f"{first}; {batches} of {merged}; {by}"
+
+
+def _merged(outcome: Outcome) -> str:
+    """What its micro-batches were merged into; empty where they ran as they are, as those of peers do."""
+    of = outcome.figures
+    if of is None or of["num_micro_batches_run"] >= of["num_micro_batches"]:
+        return ""
+    return f"merged into {of['num_micro_batches_run']:g}"
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ class Row:
     name: str
     how: str
     """It ran, in words."""
+    merged: str = ""
+    """What its micro-batches were merged into: less work for the same step than of rows that run them as they are."""
     figures: dict[str, Any] | None = None
     """Measured. None: nothing was, and `problem` says why."""
     problem: str = ""
@@ -105,7 +107,7 @@ def _print_rows(console: Console, rows: list[Row]) -> None:
             continue
         seconds = of["step_seconds"]
         table.add_row(
-            row.name,
+            f"{row.name},\n{row.merged}" if row.merged else row.name,
             _seconds(of["median_seconds"]),
             f"{_seconds(min(seconds))}-{_seconds(max(seconds))}",
             f"{of['tokens_per_second']:,.0f}",
@@ -179,7 +181,8 @@ def _print_lanes(console: Console, own: dict[str, Any]) -> None:
     from rich.table import Table
 
     planned = own["predicted"] or {"busy_seconds": {}, "stall_seconds": {}}
-    table = Table(title="lanes, a step", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    mean = f"lanes, a step: mean of {len(own['step_seconds'])} steps, {_seconds(own['mean_seconds'])} s"
+    table = Table(title=mean, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for title in ("", "busy s", "share", *(["predicted s"] if own["predicted"] else [])):
         table.add_column(title, justify="right" if title else "left")
     for lane, seconds in own["busy_seconds"].items():

@@ -57,7 +57,8 @@ def describe_run(engine: Engine) -> str:
     attention = f", {engine.attention.describe()}" if engine.attention.order else ""
     checked = ", transfers checked" if engine.transport.hops.verifies else ""
     throttle = engine.transport.hops.throttle
-    held = "" if throttle is None else f", link held down to {throttle.bytes_per_second / GB:g} GB/s each way"
+    link = "link" if engine.device.type == "cuda" else "copies, in place of a link,"
+    held = "" if throttle is None else f", {link} held down to {throttle.bytes_per_second / GB:g} GB/s each way"
     merged = f", {engine.merging.describe()}" if engine.merging.describe() else ""
     return (
         f"megatrain: {format_count(num_parameters)} parameters, {num_blocks} blocks{kinds} and "
