@@ -129,6 +129,12 @@ def said_of_resuming(
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     saved = {**BEFORE, **saved}
-    return "; ".join(
-        f"{key} was {saved[key]}, is {value}" for key, value in now.items() if saved.get(key, value) != value
-    )
+    changed = {key: (saved[key], value) for key, value in now.items() if saved.get(key, value) != value}
+    return "; ".join(_change(key, *of) for key, of in changed.items())
+
+
+def _change(key: str, was: Any, now: Any) -> str:
+    if key != MERGED:
+        return f"{key} was {was}, is {now}"
+    before, after = (f"on (up to {tokens:,} tokens)" if tokens else "off" for tokens in (was, now))
+    return f"merging of micro-batches was {before}, is {after}"

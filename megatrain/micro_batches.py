@@ -136,11 +136,12 @@ class MicroBatches:
         sizes = list(map(num_tokens, batches))
         if all(len(group) == 1 for group in grouped(keys, sizes, self._merging.most_tokens)):
             raise UserError(
-                f"no two have the same length and entries, and {self._merging.most_tokens:,} tokens at most together"
+                "no two have the same length and the same entries and together are no longer than "
+                f"{self._merging.most_tokens:,} tokens"
             )
         row_loss = self._known(num_items)
         if row_loss.draws_random:
-            raise UserError("the model draws random numbers (dropout), which would be others")
+            raise UserError("the model draws random numbers (dropout), and merged micro-batches would draw others")
         if row_loss.is_mean:
             # The mean over both is that of their means only where they have as many targets.
             keys = [

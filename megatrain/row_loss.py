@@ -97,10 +97,10 @@ def why_not_merged(model: nn.Module) -> str:
         return "the loss has an auxiliary loss of a router (output_router_logits)"
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            return f"{name} drops at random, and would drop others"
+            return f"{name} draws random numbers (dropout), and merged micro-batches would draw others"
         for key, value in vars(module).items():
             if "drop" in key and isinstance(value, float) and value > 0:
-                return f"{name}.{key} is {value:g}, and would drop others at random"
+                return f"{name}.{key} is {value:g}, and merged micro-batches would draw other random numbers for it"
     return ""
 
 
