@@ -30,11 +30,19 @@ SAME = ("use_cache", "return_dict")
 """Entries that are those of each part."""
 
 
+LENGTHS = ("input_ids", "labels", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
+"""Entries whose tensors have a row for each row and a column for each of its tokens."""
+
+
 def shape_of(batch: Batch) -> tuple[int, int]:
-    """Rows and tokens of a row; zeros where they are not known."""
-    tensors = [batch.get(name) for name in ("input_ids", "labels")]
-    tensor = next((one for one in tensors if isinstance(one, torch.Tensor) and one.dim() == 2), None)
-    return (0, 0) if tensor is None else (tensor.shape[0], tensor.shape[1])
+    """Rows and tokens of a row, of the longer of what is read and what is predicted; zeros where they are not known."""
+    tensors = [(name, batch.get(name)) for name in LENGTHS]
+    shapes = [
+        tuple(tensor.shape[:2])
+        for name, tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.dim() == (3 if name.endswith("embeds") else 2)
+    ]
+    return max(shapes, key=lambda shape: shape[1], default=(0, 0))
 
 
 def num_tokens(batch: Batch) -> int:

@@ -104,3 +104,16 @@ def test_positions_are_joined_where_kernels_look_at_them_in_every_batch() -> Non
     assert joint_key(batch, joins_positions=True) is not None
     assert joint_key(batch, joins_positions=False) is None
     assert joint_key(LIKE | {"position_ids": None}, joins_positions=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("longer", "tokens"),
+    [
+        ({"labels": torch.zeros(2, 200)}, 400),
+        ({"decoder_input_ids": torch.zeros(2, 50)}, 100),
+        ({"inputs_embeds": torch.zeros(2, 30, 8), "input_ids": None}, 60),
+        ({"labels": torch.zeros(2)}, 8),
+    ],
+)
+def test_tokens_are_those_of_the_longer_of_inputs_and_targets(longer: dict[str, Any], tokens: int) -> None:
+    assert num_tokens(LIKE | longer) == tokens
