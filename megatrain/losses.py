@@ -44,6 +44,15 @@ def num_target_tokens(model: nn.Module, batches: Sequence[Mapping[str, Any]]) ->
     return sum(label.ne(-100).sum() for label in labels)
 
 
+def is_language_modelling(model: nn.Module) -> bool:
+    """Whether a model of transformers predicts tokens at each place: its own kind of loss is causal or masked LM, or
+    unknown, of which transformers makes a causal one."""
+    get_base_model = getattr(model, "get_base_model", None)  # of peft
+    model = model if get_base_model is None else get_base_model()
+    loss = getattr(model, "loss_function", None)
+    return getattr(loss, "__name__", None) in ("ForCausalLMLoss", "ForMaskedLMLoss")
+
+
 def _shifts_labels(model: nn.Module) -> bool | None:
     """Whether the model's loss shifts labels; None when it does not divide by the number of targets."""
     get_base_model = getattr(model, "get_base_model", None)  # of peft

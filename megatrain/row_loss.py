@@ -4,16 +4,17 @@ that the model is in.
 
 Rule: what is not known couples rows. A loss must be the cross entropy of the logits that the model returns, to 1e-6, so
 that nothing else is in it (auxiliary losses of routers, contrastive losses), and the logits of a row must not change
-with another row (experts of limited capacity). Batch norms are refused as they stand.
+with another row (experts of limited capacity). Batch norms are refused as they stand, and so is a model that one of the
+forwards changes (`untouched.py`, which undoes that).
 Gives up: losses of other kinds, and models that return no logits. A coupling that only longer rows bring about is not
-seen, so limited capacities are refused by their settings too.
+seen, so limited capacities, and RoPE whose frequencies are those of a batch's longest sample, are refused by their
+settings too.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,17 +26,21 @@ from torch.nn.modules.dropout import _DropoutNd
 from megatrain.base.errors import UserError, one_line
 from megatrain.data.exactness import PROBE_TOKENS, probe_ids
 from megatrain.data.rows import IGNORED_LABEL
-from megatrain.execute.context import RngState
-from megatrain.losses import own_loss
+from megatrain.losses import is_language_modelling, own_loss
+from megatrain.untouched import Randomness, untouched
 
 NUM_ITEMS = 7
 """Not the number of targets in either row, nor in both."""
 LARGEST_DIFFERENCE = 1e-6
-LARGEST_LEAK = {torch.float32: 1e-4, torch.float64: 1e-4}
-LARGEST_LEAK_16_BIT = 2e-2
-"""Of experts, whose batches are of another shape then. Without experts the bits are the same."""
+LARGEST_LEAK = 1e-4
+LARGEST_LEAK_16_BIT = 0.0
+"""Products are of the same shapes, whatever is in the other row, and so a row's bits are the same."""
+LARGEST_LEAK_16_BIT_EXPERTS = 2e-2
+"""An expert's batch has as many rows as tokens chose it, and products of other shapes round otherwise."""
 CAPACITIES = ("expert_capacity", "capacity_factor", "moe_capacity")
 """Settings by which experts take so many tokens of a batch and no more."""
+ROPES_OF_THE_BATCH = ("dynamic", "longrope", "su")
+"""Kinds of RoPE whose frequencies depend on the largest position in a batch, and on those before it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,40 @@ def why_coupled(model: nn.Module) -> str:
     for name in CAPACITIES:
         if getattr(config, name, None):
             return f"experts take a limited number of tokens of all rows ({name})"
+    if rope_type := _rope_of_the_batch(model.config):
+        return f"the frequencies of {rope_type} RoPE are those of the longest sample of all rows"
+    return _why_no_language_model(model)
+
+
+def _rope_of_the_batch(settings: Any, is_rope: bool = False) -> str:
+    """The kind of RoPE that looks at the positions of a whole batch, or nothing.
+
+    Args:
+        settings: a config, or a part of one, with those of other layer types and models in it.
+        is_rope: they are those of RoPE.
+    """
+    if not isinstance(settings, dict):
+        settings = vars(settings)
+    for name, value in settings.items():
+        if is_rope and name in ("rope_type", "type") and value in ROPES_OF_THE_BATCH:
+            return str(value)
+        if isinstance(value, dict) or hasattr(value, "get_text_config"):
+            found = _rope_of_the_batch(value, is_rope or str(name).startswith("rope_"))
+            if found:
+                return found
+    return ""
+
+
+def _why_no_language_model(model: nn.Module) -> str:
+    """Why tokens of the vocabulary cannot be its labels. A head of three classes has no memory for them, and on a GPU
+    such a label breaks the whole process."""
+    if not is_language_modelling(model):
+        return "its loss is not that of causal or masked language modelling"
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None) or getattr(head, "num_embeddings", None)
+    has_words = isinstance(getattr(model.config.get_text_config(), "vocab_size", None), int)
+    if width is None or not has_words or width <= int(probe_ids(model).max()):
+        return "it is not known to have a head as wide as its vocabulary"
     return ""
 
 
@@ -115,12 +154,15 @@ def measure_row_loss(model: nn.Module, *, takes_num_items: bool) -> RowLoss:
     if reason := why_coupled(model):
         raise UserError(reason)
     try:
-        with _undone(model):
-            return _measure(model, takes_num_items)
+        with untouched(model) as changed:
+            found = _measure(model, takes_num_items)
     except UserError:
         raise
     except Exception as error:  # whatever a forward may raise that is asked for something it does not do
         raise UserError(f"a short forward that was to show it failed ({one_line(error)})") from error
+    if changed:
+        raise UserError(f"a forward changes {changed[0]}")
+    return found
 
 
 def _measure(model: nn.Module, takes_num_items: bool) -> RowLoss:
@@ -131,8 +173,7 @@ def _measure(model: nn.Module, takes_num_items: bool) -> RowLoss:
         raise UserError("the model returns no logits for each token")
     full = (logits[1] - other[1]).abs().max().item()
     leak = (logits[0] - other[0]).abs().max().item()
-    dtype = next(model.parameters()).dtype
-    if not leak <= full * LARGEST_LEAK.get(dtype, LARGEST_LEAK_16_BIT):
+    if not leak <= full * _largest_leak(model):
         raise UserError(f"the logits of a row move by {leak / full:.1e} when another row changes")
     found = _find(loss, logits, _labels(a, b), takes_num_items)
     if found is None:
@@ -140,6 +181,14 @@ def _measure(model: nn.Module, takes_num_items: bool) -> RowLoss:
             "the model's loss is not the cross entropy of its target tokens alone (an auxiliary loss of a router?)"
         )
     return replace(found, draws_random=draws_random)
+
+
+def _largest_leak(model: nn.Module) -> float:
+    """Of a row's logits into those of another, as a share of what moves them in its own."""
+    if next(model.parameters()).dtype in (torch.float32, torch.float64):
+        return LARGEST_LEAK
+    has_experts = any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules())
+    return LARGEST_LEAK_16_BIT_EXPERTS if has_experts else LARGEST_LEAK_16_BIT
 
 
 def _find(loss: float, logits: torch.Tensor, labels: torch.Tensor, takes_num_items: bool) -> RowLoss | None:
@@ -168,11 +217,11 @@ def _forward(
     }
     if takes_num_items:
         batch["num_items_in_batch"] = torch.tensor(NUM_ITEMS, device=device)
-    torch.manual_seed(0)
-    before = RngState.get(device)
+    before = Randomness.get(device)
     with torch.no_grad():
         outputs = model(**batch)
-    draws_random = not RngState.get(device).equals(before)
+    draws_random = not Randomness.get(device).equals(before)
+    before.set(device)
     return own_loss(outputs).item(), outputs.logits.float().cpu(), draws_random
 
 
@@ -185,21 +234,3 @@ def _labels(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _targets(labels: torch.Tensor) -> torch.Tensor:
     return labels[..., 1:]
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Random numbers and buffers of the model are as before. Raises UserError if a buffer was changed."""
-    buffers = {name: (buffer, buffer._version, buffer.cpu().clone()) for name, buffer in model.named_buffers()}
-    device = next(model.parameters()).device
-    changed = []
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        changed += [name for name, (buffer, version, _) in buffers.items() if buffer._version != version]
-        for name in changed:
-            with torch.no_grad():
-                buffers[name][0].copy_(buffers[name][2])
-    if changed:
-        raise UserError(f"a forward changes {changed[0]}")

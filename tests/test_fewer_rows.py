@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from rows_helpers import Memory, assert_close, batches, mixtral, num_targets
+from rows_helpers import Capacity, Memory, assert_close, batches, mixtral, num_targets
 from trainer_helpers import Blocks, Recorder, arguments, llama, rows, train, weights
 from transformers import BertConfig, BertForMaskedLM
 
@@ -191,16 +191,6 @@ class Norms(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(4)
-
-
-class Capacity(transformers.LlamaForCausalLM):
-    """Takes something from its neighbours in the batch."""
-
-    def forward(self, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        outputs = super().forward(*args, **kwargs)
-        outputs.logits = outputs.logits + 1e-3 * outputs.logits.flip(0)
-        outputs.loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return outputs
 
 
 def contrastive() -> Any:
