@@ -178,7 +178,7 @@ class Engine:
         """The forward of a streamed layer."""
         if (run := current_run(self)) is not None:
             run.arrive(layer)
-        later = logits_later(self, layer, args, kwargs)
+        later = logits_later(self, layer, args, kwargs, run)
         return self.call_now(layer, args, kwargs) if later is None else later
 
     def call_now(self, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], make: Make = Call) -> Any:

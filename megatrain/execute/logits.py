@@ -48,6 +48,7 @@ from megatrain.spec.discover import is_plain_linear
 if TYPE_CHECKING:
     from megatrain.execute.engine import Engine
     from megatrain.execute.layer import StreamedLayer
+    from megatrain.execute.runs import Run
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -63,8 +64,10 @@ _METADATA = {
 """Answered without the numbers."""
 
 
-def logits_later(engine: Engine, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any]) -> Logits | None:
-    """What the head returns instead of its logits; None where it is to run as it is."""
+def logits_later(
+    engine: Engine, layer: StreamedLayer, args: tuple, kwargs: dict[str, Any], run: Run | None
+) -> Logits | None:
+    """What the head returns instead of its logits; None where it is to run as it is. run: whose call it is."""
     if layer.kind != "head" or engine.config.logits_in_pieces is False or not torch.is_grad_enabled():
         return None
     if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
@@ -89,7 +92,7 @@ def logits_later(engine: Engine, layer: StreamedLayer, args: tuple, kwargs: dict
     least = 1 if engine.config.logits_in_pieces else 1 + tokens_at_once(vocabulary)
     if not is_as_expected or num_tokens < least:
         return None
-    head = _Head(engine, layer, vocabulary, autocast)
+    head = _Head(engine, layer, vocabulary, autocast, run)
     return head.later(hidden, (), dtype, lambda: head.call(hidden))
 
 
@@ -115,8 +118,10 @@ class Logits(torch.Tensor):
 class _Head:
     """A call of the head that has not run."""
 
-    def __init__(self, engine: Engine, layer: StreamedLayer, vocabulary: int, autocast: AutocastState) -> None:
-        self.engine, self.layer, self.vocabulary = engine, layer, vocabulary
+    def __init__(
+        self, engine: Engine, layer: StreamedLayer, vocabulary: int, autocast: AutocastState, run: Run | None
+    ) -> None:
+        self.engine, self.layer, self.vocabulary, self._run = engine, layer, vocabulary, run
         self.states: weakref.WeakSet[_Later] = weakref.WeakSet()
         self._autocast = autocast
         self._version = layer.home.version
@@ -127,7 +132,10 @@ class _Head:
         """The logits of `hidden` (any leading dimensions, width) after `steps`. make: makes them whole."""
         anchor = self.engine._anchor if self.layer.trainable_fields() else self.engine._anchor.detach()
         shape = (*hidden.shape[:-1], self.vocabulary)
-        logits = LaterFunction.apply(self, steps, dtype, shape, anchor, hidden).as_subclass(Logits)
+        made = LaterFunction.apply(self, steps, dtype, shape, anchor, hidden)
+        if self._run is not None and made.requires_grad:
+            self._run.own(made)
+        logits = made.as_subclass(Logits)
         logits.state = _Later(self, hidden, steps, dtype, shape, make)
         self.states.add(logits.state)
         return logits

@@ -136,11 +136,15 @@ class Run(greenlet.greenlet):
         self.hooks += map(hooks_of, differentiable)
         edge = torch.autograd.graph.get_gradient_edge
         if differentiable:
-            start = edge(differentiable[0])
-            self.owners[start.node] = start.ownership_token
+            self.own(differentiable[0])
         if call.keep_graph and call.kept is not None and differentiable:
             of_inputs = [edge(tensor) if tensor.requires_grad else None for tensor in call.tensors]
             self.kept.append(_Kept(call, differentiable[0].grad_fn, of_inputs))
+
+    def own(self, output: torch.Tensor) -> None:
+        """Called from inside: what the node of `output` leads to is kept until the backward of the loss."""
+        start = torch.autograd.graph.get_gradient_edge(output)
+        self.owners[start.node] = start.ownership_token
 
     @property
     def has_drawn(self) -> bool:
