@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -75,7 +76,7 @@ def check_waits(data: list[dict[str, torch.Tensor]]) -> str:
 
     def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
         """Lanes may wait; so may the model's own code, in which no frame of the engine is the innermost."""
-        others = ("/torch/", "/warnings.py")
+        others = (f"{os.path.dirname(torch.__file__)}/", "/warnings.py")
         frames = [of for of in traceback.extract_stack()[:-1] if not any(name in of.filename for name in others)]
         is_lane = threading.current_thread().name.startswith("megatrain-")
         if not is_lane and "/megatrain/" in frames[-1].filename:

@@ -27,7 +27,7 @@ def step_within(max_vram_gb: float | None) -> tuple[dict[str, torch.Tensor], int
     """Gradients and loss of 8 x 2048 tokens, whose logits take 2.1 GB, and the rows that were run at a time."""
     torch.manual_seed(0)
     torch.cuda.empty_cache()  # a limit is of what is taken anew
-    mt.init(precision="fp32", max_vram_gb=max_vram_gb)
+    mt.init(precision="fp32", max_vram_gb=max_vram_gb, logits_in_pieces=False)
     config = dict(hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=8)
     model = mt.stream(LlamaForCausalLM(LlamaConfig(vocab_size=32000, **config))).train()
     ids = torch.randint(0, 32000, (8, 2048), generator=torch.Generator().manual_seed(3)).cuda()

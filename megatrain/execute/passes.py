@@ -86,19 +86,20 @@ class Passes:
         self._live: Counter[Home] = Counter()
         self._open: dict[Home, GradientAccumulator] = {}
         self._tasks: dict[int, weakref.ref[_Task]] = {}
-        self.is_held = False
+        self.is_held = self._expects_more = False
 
     def use(self, home: Home) -> Use:
         return Use(home, self._live)
 
-    def hold(self) -> None:
-        """More uses of any home may still come in this pass: close nothing until `release`."""
+    def hold(self, *, expects_more: bool = True) -> None:
+        """More uses of any home may still come in this pass: close nothing until `release`. expects_more: they will,
+        of other micro-batches."""
         self.abandon()
-        self.is_held = True
+        self.is_held, self._expects_more = True, expects_more
 
     def release(self) -> None:
         """All uses of the pass exist now. Homes that have had their last backward go home."""
-        self.is_held = False
+        self.is_held = self._expects_more = False
         for home in list(self._open):
             self._close_if_complete(home)
 
@@ -107,7 +108,8 @@ class Passes:
         if not gradients:
             return
         if home not in self._open:
-            self._open[home] = GradientAccumulator(home, self._device)
+            is_only = self._live[home] == 1 and not self._expects_more
+            self._open[home] = GradientAccumulator(home, self._device, is_only=is_only)
         self._open[home].add(gradients)
 
     def settle(self, home: Home, use: Use) -> None:
@@ -118,7 +120,7 @@ class Passes:
 
     def end(self) -> None:
         """The pass is over: what is still open goes home."""
-        self.is_held = False
+        self.is_held = self._expects_more = False
         self._tasks.clear()
         for home in list(self._open):
             self._close(home)
@@ -127,7 +129,7 @@ class Passes:
         """The pass failed: its sums are worth nothing."""
         self._open.clear()
         self._tasks.clear()
-        self.is_held = False
+        self.is_held = self._expects_more = False
 
     def join_autograd(self) -> None:
         """Called from inside a plain `backward()`: end the pass when autograd has finished the outermost one."""

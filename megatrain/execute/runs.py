@@ -203,7 +203,7 @@ def run_accumulated(
     groups = _grouped(runs, sizes, engine.options.micro_batches_a_visit)
     losses: list[torch.Tensor] = []
     try:
-        engine.passes.hold()
+        engine.passes.hold(expects_more=len(runs) > 1)
         for group in groups:
             roots, of_group = _forward(engine, group)
             losses += of_group

@@ -2,7 +2,8 @@
 
 Two sections: `wire` (what crosses the link, in the compute dtype, page-locked) and `low` (the low halves of split
 masters). Moments belong to the optimizer and gradients to `HomeGradients`; both lie apart. Each has a tier of its own.
-Rule: whoever reads or writes weights waits for `updated` first; whoever writes, moments too, for `captured`.
+Rule: whoever reads or writes weights waits for `updated` first; whoever writes, for
+`captured` (moments too) and `copied`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Home:
         self.updated = Fence.done()
         self.captured = Fence.done()
         """A checkpoint has what it needs of this home: until then nobody may change it."""
+        self.copied = Fence.done()
+        """So with weights that were copied to the device apart from slots."""
         self.version = 0
         self.num_lendings = 0
         """How often somebody got a view of the weights, into which they may write."""
@@ -219,22 +222,23 @@ class Home:
     def expose(self) -> None:
         """Somebody who is no update is about to change a part, or to hold a view of it."""
         self.captured.wait()
+        self.copied.wait()
         for tier in self.tiers.values():
             tier.expose()
         self.check_sound()
 
 
 def behind(home: Home, fence: Fence | None) -> list[Fence]:
-    """What an update of `home` waits for: gradients, a checkpoint that reads it, its last update. fence: its own.
+    """What an update of `home` waits for: gradients, whoever still reads it, its last update. fence: its own.
 
     Where that failed, the update is done again: from now on it is open, and nothing that failed is waited for.
     """
-    before, arrived = home.updated, home.grads.arrived
+    before, others = home.updated, [home.grads.arrived, home.captured, home.copied]
     if fence is None or fence.error is None:
-        return [arrived, home.captured, before]
+        return [*others, before]
     has_failed = before.error is not None
     fence.reopen()
-    return [arrived, home.captured] if has_failed else [arrived, home.captured, before]
+    return others if has_failed else [*others, before]
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

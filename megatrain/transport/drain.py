@@ -1,6 +1,6 @@
 """Drain: a pass's gradients on their way from the device to their home.
 
-`GradientAccumulator` sums a home's gradients on the device in fp32; `pack` rounds them to the wire dtype once and takes
+`GradientAccumulator` sums a home's gradients on the device; `pack` rounds them to the wire dtype once and takes
 their norms; `land` copies them into the home's slab.
 """
 
@@ -16,21 +16,50 @@ from megatrain.store.home import Home
 
 
 class GradientAccumulator:
-    """fp32 sums of one home's gradients over one backward pass, flat on the device."""
+    """Sums of one home's gradients over one backward pass, flat on the device, in fp32.
 
-    def __init__(self, home: Home, device: torch.device) -> None:
+    Args:
+        is_only: one micro-batch's gradients are expected. They are kept as they came until they are packed: there is
+            nothing to sum, and the same bits come out.
+    """
+
+    def __init__(self, home: Home, device: torch.device, *, is_only: bool = False) -> None:
         self.home = home
         self.layout = home.gradient_layout()
+        self._device = device
+        self._only: dict[Field, torch.Tensor] | None = {} if is_only else None
         self._views: dict[Field, torch.Tensor] = {}
         """Of the sums of those that have a gradient."""
-        self._sums = torch.empty(self.layout.numel, dtype=torch.float32, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * self.layout.numel
+        self._sums = self._empty(torch.float32) if self._only is None else None
 
     def add(self, gradients: list[tuple[Field, torch.Tensor]]) -> None:
         """Add one micro-batch's gradients (each in its field's shape, any float dtype)."""
+        if self._only is not None:
+            if not self._only and len(dict(gradients)) == len(gradients):
+                self._only = dict(gradients)
+                return
+            self._begin_sums(list(self._only.items()))
+        self._add(gradients)
+
+    def pack(self) -> GradientPacket:
+        """Round to the wire dtype and take norms, on the compute lane. The accumulator is spent."""
+        dtype = self.home.grad_dtype
+        if self._only is not None:
+            wire = self._empty(dtype)
+            self._views = {field: self.layout.view(wire, field) for field in self._only}
+            torch._foreach_copy_(list(self._views.values()), list(self._only.values()))
+        else:
+            wire = self._sums.to(dtype)
+        fields = [field for field in self.layout.offsets if field in self._views]
+        views = [self.layout.view(wire, field) for field in fields]
+        norms = torch.stack(torch._foreach_norm(views, 2, torch.float32))
+        return GradientPacket(layout=self.layout, fields=fields, wire=wire, norms=norms)
+
+    def _begin_sums(self, gradients: list[tuple[Field, torch.Tensor]]) -> None:
+        self._only, self._sums = None, self._empty(torch.float32)
+        self._add(gradients)
+
+    def _add(self, gradients: list[tuple[Field, torch.Tensor]]) -> None:
         fresh, more = [], []
         for field, gradient in gradients:
             view = self._views.get(field)
@@ -45,13 +74,8 @@ class GradientAccumulator:
         for view, gradient in more:
             view.add_(gradient)
 
-    def pack(self) -> GradientPacket:
-        """Round to the wire dtype and take norms, on the compute lane. The accumulator is spent."""
-        wire = self._sums.to(self.home.grad_dtype)
-        fields = [field for field in self.layout.offsets if field in self._views]
-        views = [self.layout.view(wire, field) for field in fields]
-        norms = torch.stack([torch.linalg.vector_norm(view, dtype=torch.float32) for view in views])
-        return GradientPacket(layout=self.layout, fields=fields, wire=wire, norms=norms)
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.layout.numel, dtype=dtype, device=self._device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatrain.base.errors import ChangedInTransitError, CorruptionError
 from megatrain.base.faults import FaultCounts, retried
+from megatrain.base.fence import Fence
 from megatrain.plan.placement import RAM
 from megatrain.store.checksum import checksum
 from megatrain.store.home import Home
@@ -160,7 +161,8 @@ class Hops:
         retried(copy_and_check if self.verifies else copy, what, self.counts)
 
     def fetch(self, home: Home, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on the device of weights of a home, all or some, that is over when it returns."""
+        """A copy on the device of weights of a home, all or some, behind the caller's work so far. The home may be
+        written behind its `copied`."""
         what = f"weights of {home.name} on their way to the device"
         if home.place.is_resident:
             return source.to(device, copy=True)
@@ -170,8 +172,8 @@ class Hops:
         else:
             self.move(target, source, what, TO_DEVICE)
         if device.type == "cuda":
-            # The home may be written from now on.
-            torch.cuda.current_stream(device).synchronize()
+            home.copied.order(torch.cuda.current_stream(device))  # the last one may be on another stream
+            home.copied = Fence.on_current_stream(device)
         return target
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor, name: str) -> None:
