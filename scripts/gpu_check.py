@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -343,8 +344,9 @@ def main() -> None:
     checks["long"] = run_long
     parser.add_argument("what", choices=(*checks, "figures"))
     parser.add_argument("--only", nargs="*", choices=FIGURES, default=["3B", "7B", "7B-24GB"])
+    parser.add_argument("--to", type=Path, help="figures: a file that gets a line of JSON for each")
     args = parser.parse_args()
-    checks["figures"] = lambda: run_figures(args.only)
+    checks["figures"] = lambda: run_figures(args.only, args.to)
     sys.exit(0 if checks[args.what]() else 1)
 
 

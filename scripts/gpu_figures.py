@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,7 +63,8 @@ FIGURE_KEYS = ("median_seconds", "step_seconds", "tflops_published", "tflops_cou
                "predicted")  # fmt: skip
 
 
-def run_figures(names: list[str]) -> bool:
+def run_figures(names: list[str], to: Path | None = None) -> bool:
+    """to: a file that gets a line of JSON for each row (`benchmarks/sizes.py` reads it)."""
     found = []
     for name in names:
         model, tokens, accumulate, *options = FIGURES[name]
@@ -71,10 +74,23 @@ def run_figures(names: list[str]) -> bool:
         # The parent's import paths must hold in the child too.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         done = subprocess.run([sys.executable, "-m", *command], env=environment, text=True, stdout=subprocess.PIPE)
-        print(done.stdout, flush=True)
         print(f"== {name}: {time.perf_counter() - started:.0f} s in all", flush=True)
-        found += json.loads(done.stdout)["rows"] if done.stdout else []
+        rows = _lines(name, json.loads(done.stdout)) if done.stdout else []
+        for line in rows:
+            print(line["problem"] or {key: line["figures"][key] for key in FIGURE_KEYS}, flush=True)
+        if to is not None:
+            with to.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in rows)
+        found += rows
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
-    for row in found:
-        print(row["problem"] or {key: row["figures"][key] for key in FIGURE_KEYS})
-    return len(found) == len(names) and not any(row["problem"] for row in found)
+    return len(found) == len(names) and not any(line["problem"] for line in found)
+
+
+def _lines(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of what a bench told, for each row."""
+    billions = round(1e-9 * told["model"]["parameters"], 2)
+    facts = {"name": name, "billions": billions, "workload": told["workload"]}
+    return [
+        {**facts, "row": row["row"], "how": row.get("how", ""), "problem": row["problem"], "figures": row["figures"]}
+        for row in told["rows"]
+    ]
