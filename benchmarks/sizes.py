@@ -2,8 +2,8 @@
 
     python benchmarks/sizes.py benchmarks/results/speed.jsonl --plot docs/images/sizes.png
 
-Lines are written by `scripts/gpu_check.py figures --to FILE`, one a row of `megatrain bench`. By hand come `commit`, and
-`plot` for those that are to be in it: the name of their series. A peer's line has `peer`. The plot needs matplotlib.
+Lines are written by `scripts/gpu_check.py figures --to FILE`, one a row of `megatrain bench`. By hand come `commit`,
+and `plot` for those that are to be in it: the name of their series. A peer's line has `peer`. Plots need matplotlib.
 """
 
 from __future__ import annotations

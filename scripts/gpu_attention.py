@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import torch
+from gpu_running import run_checks
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,15 +41,7 @@ def run_attention() -> bool:
             _print_rates(rows, length, is_masked)
     checks = {name: lambda name=name: check_kernel(name) for name in KERNELS}
     checks |= {"the fastest, planned": check_planned, "flex, packed rows": check_flex}
-    failed = False
-    for name, check in checks.items():
-        try:
-            problem = check()
-        except Exception as error:  # noqa: BLE001 - one failing check must not hide the others
-            problem = first_line(error)
-        failed |= bool(problem)
-        print(f"{'FAIL' if problem else 'ok  '} attention: {name} {problem}", flush=True)
-    return not failed
+    return run_checks({f"attention: {name}": check for name, check in checks.items()})
 
 
 def _print_rates(rows: int, length: int, is_masked: bool) -> None:

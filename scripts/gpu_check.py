@@ -17,7 +17,6 @@ import copy
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from gpu_link import check_throttle, check_waits
 from gpu_long import run_long
 from gpu_merging import check_merged
 from gpu_models import gemma, llama, mixtral
+from gpu_running import run_checks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
@@ -260,16 +260,7 @@ def run_correctness() -> bool:
         "compiled llama bf16": lambda: check_compiled(trained),
         "compiled llama bf16, kept in part": lambda: check_kept_in_part(trained),
     }
-    failed = False
-    for name, check in checks.items():
-        started = time.perf_counter()
-        try:
-            problem = check()
-        except Exception as error:  # noqa: BLE001 - one failing check must not hide the others
-            problem = f"{type(error).__name__}: {error}"
-        failed |= bool(problem)
-        print(f"{'FAIL' if problem else 'ok  '} {name} ({time.perf_counter() - started:.1f} s) {problem}", flush=True)
-    return not failed
+    return run_checks(checks)
 
 
 FLAT_STEPS, FLAT_WARM_UP = 500, 100

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_models import gemma, llama
+from gpu_running import run_checks
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import megatrain as mt
@@ -22,7 +23,6 @@ from megatrain.execute.engine import engine_of
 from megatrain.plan.cost import working_bytes
 from megatrain.plan.timeline import INPUTS_ON_THEIR_WAY
 from megatrain.plan.workload import Workload
-from megatrain.probe.facts import first_line
 from megatrain.spec.model import ModelSpec, model_spec
 
 NUM_LAYERS, VOCABULARY = 2, 1024
@@ -35,15 +35,7 @@ def run_long() -> bool:
     checks = {f"{make.__name__} {precision}": (make, precision) for make in (llama, gemma) for precision in ROUNDING}
     found = {f"tiles {name}": lambda of=of: check_tiles(*of) for name, of in checks.items()}
     found |= {"7B layers, 1 x 131,072": check_memory, "7B layers, 1 x 32,768": check_time}
-    failed = False
-    for name, check in found.items():
-        try:
-            problem = check()
-        except Exception as error:  # noqa: BLE001 - one failing check must not hide the others
-            problem = first_line(error)
-        failed |= bool(problem)
-        print(f"{'FAIL' if problem else 'ok  '} long: {name} {problem}", flush=True)
-    return not failed
+    return run_checks({f"long: {name}": check for name, check in found.items()})
 
 
 def check_tiles(make: type, precision: str) -> str:
