@@ -113,6 +113,18 @@ def from_config(
 
     Raises UserError: no such config, no repeated blocks, too little memory.
     """
+    return open_config(config, dtype=dtype, seed=seed, model_class=model_class, **keywords).stream()
+
+
+def open_config(
+    config: PreTrainedConfig | str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    seed: int = 0,
+    model_class: Any = None,
+    **keywords: Any,
+) -> OpenedModel:
+    """The model on the meta device and what initialises it. Arguments and errors: see `from_config`."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UserError(f"seed={seed!r} must be a whole number")
     dtype = None if dtype == "auto" else dtype
@@ -132,7 +144,7 @@ def from_config(
             torch.default_generator.manual_seed(seed % 2**63)
             model = build(copy.deepcopy(config), **own, **keywords)
     source = WeightSource(model, [Initialiser(model, set(names_of(model)), seed)])
-    return OpenedModel(model=model, source=source).stream()
+    return OpenedModel(model=model, source=source)
 
 
 def open_pretrained(path: str | os.PathLike[str], model_class: Any, **keywords: Any) -> OpenedModel:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import UserError, one_line
@@ -53,22 +55,24 @@ class OutlinedModel:
 
 def outline_model(name: str) -> OutlinedModel:
     """Raises UserError: no such model, a config that transformers cannot build, no repeated blocks."""
-    config = _config(name)
+    config = read_config(name)
     return OutlinedModel(name, _on_meta(name, config))
 
 
-def _config(name: str) -> Any:
-    from transformers import AutoConfig
+def read_config(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The config of transformers that `name` means, with `changes` in place of its values.
 
+    Raises UserError: no such model, a config that transformers refuses, a change of what the config does not have.
+    """
+    _check_changes(name, changes)
     key = name.lower()
     if key in BUILTIN:
-        values = copy.deepcopy(BUILTIN[key])
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        return _built(copy.deepcopy(BUILTIN[key]), name, changes)
     path = user_path(name, "MODEL")
     with looking_at("MODEL"):
         is_file, is_folder = path.is_file(), path.is_dir()
     if is_file:
-        return _config_file(path)
+        return _built(_values(path), str(path), changes)
     if is_folder and not (path / "config.json").is_file():
         raise UserError(f"MODEL: the folder {path} has no config.json; {_choices()}")
     if not is_folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1):
@@ -76,25 +80,36 @@ def _config(name: str) -> Any:
         asked = "" if is_path else ", and the Hub was not asked, where names are OWNER/NAME"
         instead = _close(name, list(BUILTIN)) or f"; {_choices()}"
         raise UserError(f"MODEL: there is no folder or file {name}, no built-in shape of that name{asked}{instead}")
-    return _from_folder(path) if is_folder else _from_hub(name)
+    return _from_folder(path, changes) if is_folder else _from_hub(name, changes)
 
 
-def _config_file(path: Path) -> Any:
+def _check_changes(name: str, changes: Mapping[str, Any]) -> None:
+    """transformers takes any word, and nobody reads the ones that it does not know."""
+    if not changes:
+        return
+    config = read_config(name)
+    known = {*config.to_dict(), *config.attribute_map} - {"model_type"}
+    for key in changes:
+        if key not in known:
+            instead = _close(str(key), sorted(known)) or "; use a key of its config.json"
+            raise UserError(f"MODEL: the config of {name} has no {key} to change{instead}")
+
+
+def _built(values: dict[str, Any], name: str, changes: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    values = _values(path)
     try:
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+        return AutoConfig.for_model(values.pop("model_type"), **{**values, **changes})
     except Exception as error:  # Whatever the checks of the architecture's config raise.
-        raise UserError(f"MODEL: transformers refuses {path} ({one_line(error)})") from error
+        raise UserError(f"MODEL: transformers refuses {name} ({one_line(error)})") from error
 
 
-def _from_folder(path: Path) -> Any:
+def _from_folder(path: Path, changes: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     values = _values(path / "config.json", may_have_code=True)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, **changes)
     except Exception as error:  # As above, and of code of the folder's own.
         own = "; it has code of its own, which is not run here" if "auto_map" in values else ""
         raise UserError(f"MODEL: transformers refuses the config.json of {path} ({one_line(error)}){own}") from error
@@ -121,7 +136,7 @@ def _values(path: Path, *, may_have_code: bool = False) -> dict[str, Any]:
     return values
 
 
-def _from_hub(name: str) -> Any:
+def _from_hub(name: str, changes: Mapping[str, Any]) -> Any:
     """Asks the Hub once, with a timeout; where it is silent, the copy in its cache stands in."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -141,7 +156,7 @@ def _from_hub(name: str) -> Any:
     except Exception as error:  # The HTTP library under huggingface_hub differs from version to version.
         reason = silence(error)
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=bool(reason))
+        return AutoConfig.from_pretrained(name, local_files_only=bool(reason), **changes)
     except Exception as error:
         told = f"the Hub: {reason}" if reason else one_line(error)
         raise UserError(f"MODEL: the config of {name} cannot be had ({told}); {_choices()}") from error

@@ -20,6 +20,7 @@ from megatrain.base.config import Config
 from megatrain.base.errors import UserError
 from megatrain.base.paths import looking_at, user_path
 from megatrain.data.config import DataConfig
+from megatrain.model_choice import ModelConfig
 from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.typecheck import accepts, describe, field_types
 
@@ -29,31 +30,6 @@ if TYPE_CHECKING:
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "section"}
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
-DTYPES = ("float32", "bfloat16", "auto")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model to start from."""
-
-    name: str
-    """A name on the Hugging Face Hub, or a folder with config, weights and tokenizer."""
-
-    revision: str | None = None
-    """Branch, tag or commit on the Hub. Left out: its main branch."""
-
-    dtype: str = "float32"
-    """What to load the weights in: `float32`, `bfloat16`, or `auto` (as they were saved). bfloat16 means bf16 compute
-    with exact fp32 masters, see `engine.precision`."""
-
-    cache_dir: str | None = None
-    """Where a model out of a package is kept once converted. Left out: megatrain's folder in the user's cache."""
-
-    def __post_init__(self) -> None:
-        if not self.name.strip():
-            raise UserError(f"model.name is {self.name!r}; give a folder, or a name on the Hugging Face Hub")
-        if self.dtype not in DTYPES:
-            raise UserError(f"model.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +61,10 @@ class OutputConfig:
     """What each lane does in this step and the next is written to `trace.json` in `dir`, for Perfetto and `megatrain
     report`. Left out: no trace."""
 
+    save_model: bool = True
+    """false: the trained model is not saved at the end, and needs no room: for measurements. Checkpoints are as
+    `training.save_strategy` says."""
+
     overwrite: bool = False
     """true: write over an earlier run: its checkpoints are removed when all is checked and the new run begins to train,
     its model when the new one is saved. Otherwise a folder that holds any is refused."""
@@ -101,7 +81,7 @@ class Recipe:
     """All of a recipe's sections."""
 
     model: ModelConfig
-    """The model to start from."""
+    """The model to start from: `name` for one with its weights, or `shape` and `tokenizer` for a new one."""
 
     data: DataConfig
     """What to train on and how it is cut into rows of tokens."""

@@ -54,6 +54,11 @@ value that cannot work or a missing file is refused before any work. `yes`, `no`
 running with 1, Ctrl-C with 130 where no training had begun, or at the second one; `megatrain verify` that found damage
 with 1.
 
+A recipe with `model.shape` instead of `model.name` trains a new model with random weights, which are made where they
+will live, a layer at a time: to try how a shape trains on a machine, or to train one from the start. What it says
+before it is trained means nothing, so such recipes have no prompts. Where the trained weights would not fit on the
+disk, `output.save_model: false` saves none.
+
 Two recipes to start from: [quickstart.yaml](../recipes/quickstart.yaml) (a small model, text that every Python has,
 3 to 5 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).
 
@@ -96,6 +101,8 @@ def _section(name: str, cls: type) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return "none"
     if field.default is dataclasses.MISSING:
         return "required"
     if field.default in (None, ()):

@@ -14,7 +14,7 @@ import pytest
 
 from megatrain.base.errors import UserError
 from megatrain.data import builtin
-from megatrain.data.builtin import MAX_ANSWER_CHARACTERS, python_docs
+from megatrain.data.builtin import BUILTIN_SOURCES, MAX_ANSWER_CHARACTERS, python_docs, python_library, python_source
 
 
 def answer_to(question: str) -> str:
@@ -69,5 +69,17 @@ def test_methods_classes_and_long_docstrings() -> None:
 
 def test_a_python_without_source_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtin.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(UserError, match="no Python source found"):
-        python_docs()
+    for name, read in BUILTIN_SOURCES.items():
+        with pytest.raises(UserError, match=f"no Python source found in .*, so there is no builtin:{name}"):
+            read()
+
+
+def test_each_module_is_one_document_and_the_library_is_all_of_them() -> None:
+    texts = [document["text"] for document in python_source()]
+    assert texts.count(Path(textwrap.__file__).read_text(encoding="utf-8")) == 1
+    assert len(texts) > 200 and all(text.strip() for text in texts)
+    [library] = python_library()
+    assert "# module textwrap\n\n" + inspect.getsource(textwrap) in library["text"]
+    places = [library["text"].index(text) for text in texts if texts.count(text) == 1]
+    assert places == sorted(places)
+    assert texts == [document["text"] for document in python_source()]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from megatrain import models, packaged_model
 from megatrain.base.errors import UserError
-from megatrain.models import missing_files, resolve_model
+from megatrain.models import missing_files, resolve_model, resolve_tokenizer
 from megatrain.packaged_model import FetchError, PackagedModel, is_whole
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -358,3 +358,29 @@ def test_gguf_is_fetched_beside_the_models_only_when_it_is_not_installed(
         assert packaged_model._gguf_package(tmp_path / "gguf-package") == tmp_path / "gguf-package"
     assert len(calls) == 1 and calls[0][0] == "install"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["gguf-package"]
+
+
+# A tokenizer alone
+
+
+def test_a_tokenizer_needs_no_weights(tmp_path: Path, tiny_model: Path, hub: FakeHub) -> None:
+    tiny_tokenizer(CHATML).save_pretrained(tmp_path / "alone")
+    assert resolve_tokenizer(str(tmp_path / "alone")).path == tmp_path / "alone"
+    assert resolve_tokenizer(str(tiny_model)).path == tiny_model
+    hub.answer, hub.download = ["tokenizer.json", "model.safetensors"], tmp_path / "alone"
+    assert resolve_tokenizer("owner/Name").path == tmp_path / "alone"
+    patterns = hub.downloads[0]["allow_patterns"]
+    assert "tokenizer*" in patterns and not any("safetensors" in pattern for pattern in patterns)
+    hub.answer, hub.cached = ConnectionError("silent"), tmp_path / "alone"
+    assert resolve_tokenizer("owner/Name").path == tmp_path / "alone"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_by_the_key_that_named_it(tmp_path: Path, hub: FakeHub) -> None:
+    with pytest.raises(UserError, match=r"^model.tokenizer: the folder .* has no tokenizer.json"):
+        resolve_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match=r"^model.tokenizer: .*no-such does not exist; give a folder with tokenizer"):
+        resolve_tokenizer(str(tmp_path / "no-such"))
+    with pytest.raises(
+        UserError, match=r"^model.tokenizer: cannot get owner/Name.* give the folder as model.tokenizer"
+    ):
+        resolve_tokenizer("owner/Name")

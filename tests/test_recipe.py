@@ -69,7 +69,7 @@ def test_a_recipe_is_frozen_and_takes_keywords_only(minimal: Path) -> None:
         ("data.sequence_lenght=3", "data.sequence_lenght: unknown key; did you mean data.sequence_length?"),
         ("engine.max_vram=3", "engine.max_vram: unknown key; did you mean engine.max_vram_gb?"),
         ("sample.promts=[]", "sample.promts: unknown key; did you mean sample.prompts?"),
-        ("output.directory=x", "output.directory: unknown key; known here: dir, trace_step, overwrite"),
+        ("output.directory=x", "output.directory: unknown key; known here: dir, trace_step, save_model, overwrite"),
         ("training.learningrate=1", "training.learningrate: unknown key; did you mean training.learning_rate?"),
         ("learning_rate=1", "learning_rate: unknown key; did you mean training.learning_rate?"),
         ("sequence_length=1", "sequence_length: unknown key; did you mean data.sequence_length?"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from megatrain.commands.length import RunLength
+    from megatrain.recipe import Recipe
 
 SMALL_FILES_BYTES = 32 * MIB
 
@@ -32,22 +33,20 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
-def disk_rows(model: nn.Module, arguments: TrainingArguments, length: RunLength, moments: str) -> dict[str, int]:
-    """Bytes by name of what the run has on the disk at its fullest. Shapes only: the model may be streamed.
-
-    moments: name of their format.
-    """
-    rows = {"trained model": weight_bytes(model) + SMALL_FILES_BYTES}
+def disk_rows(recipe: Recipe, model: nn.Module, arguments: TrainingArguments, length: RunLength) -> dict[str, int]:
+    """Bytes by name of what the run has in its folder at its fullest. Shapes only: the model may be streamed."""
+    model_bytes = weight_bytes(model) + SMALL_FILES_BYTES
+    rows = {"trained model": model_bytes} if recipe.output.save_model else {}
     num_checkpoints = length.num_checkpoints(arguments)
     if num_checkpoints:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         moments_bytes = 0
         if not arguments.save_only_model:
-            moments_bytes = NUM_MOMENTS * sum(most_moment_bytes(moments, p.numel()) for p in trained)
+            moments_bytes = NUM_MOMENTS * sum(most_moment_bytes(recipe.engine.moments, p.numel()) for p in trained)
             # A master that is saved as bf16 lacks its low half.
             moments_bytes += sum(LOW_HALF_BYTES * p.numel() for p in trained if p.dtype == torch.bfloat16)
         name = f"{num_checkpoints} checkpoints" if num_checkpoints > 1 else "1 checkpoint"
-        rows[name] = num_checkpoints * (rows["trained model"] + moments_bytes)
+        rows[name] = num_checkpoints * (model_bytes + moments_bytes)
     return rows
 
 

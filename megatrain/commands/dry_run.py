@@ -58,7 +58,7 @@ def rehearse(recipe: Recipe, arguments: TrainingArguments, console: Console) -> 
     ingredients = prepare(recipe, arguments, console)
     report = ingredients.datasets.report
     length = RunLength.of(arguments, report.train.num_rows, report.train.num_tokens)
-    needed = disk_rows(ingredients.model, arguments, length, recipe.engine.moments)
+    needed = disk_rows(recipe, ingredients.model, arguments, length)
     free_bytes = check_disk(recipe.output_dir, needed)
     with _scratch_folder(recipe.output_dir) as scratch:
         trainer = ingredients.trainer(_tiny_arguments(recipe, scratch))
@@ -66,10 +66,13 @@ def rehearse(recipe: Recipe, arguments: TrainingArguments, console: Console) -> 
         with closing_engine(trainer):
             _print_memory(console, trainer)
             _print_disk(console, recipe.output_dir, needed, free_bytes)
-            timings = _try_every_path(recipe, ingredients, trainer, Path(scratch))
+            saves = recipe.output.save_model or length.num_saves(arguments) > 0
+            timings = _try_every_path(recipe, ingredients, trainer, Path(scratch), saves=saves)
     _print_time(console, recipe, arguments, length, timings, report.eval.num_rows if report.eval else 0)
-    tried = "a training step, evaluation, a sample, saving, a checkpoint"
-    print_fact(console, "dry run", f"every path works: {tried}. Nothing was kept.")
+    saving = ", saving, a checkpoint" if saves else "; saving was not tried, because nothing is to be saved"
+    print_fact(
+        console, "dry run", f"every path works: a training step, evaluation, a sample{saving}. Nothing was kept."
+    )
 
 
 def _scratch_folder(output_dir: Path) -> tempfile.TemporaryDirectory[str]:
@@ -119,7 +122,10 @@ class _StepTimer(TrainerCallback):
         self.steps.append((time.perf_counter() - self._start, self._step_tokens))
 
 
-def _try_every_path(recipe: Recipe, ingredients: Ingredients, trainer: CountingTrainer, scratch: Path) -> Timings:
+def _try_every_path(
+    recipe: Recipe, ingredients: Ingredients, trainer: CountingTrainer, scratch: Path, *, saves: bool
+) -> Timings:
+    """saves: the run saves something. Of a model that is as large as the disk not even one checkpoint may fit."""
     timer = _StepTimer(trainer)
     trainer.add_callback(timer)
     trainer.train()
@@ -134,14 +140,7 @@ def _try_every_path(recipe: Recipe, ingredients: Ingredients, trainer: CountingT
     for prompt in recipe.sample.prompts[:1]:
         generate_sample(ingredients, prompt, recipe.sample, TINY_TOKENS)
     sample_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    trainer.save_model(str(scratch / "model"))
-    missing = missing_files(scratch / "model")
-    assert not missing, f"the saved model lacks {missing}"
-    save_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    trainer._save_checkpoint(trainer.model, None)
-    checkpoint_seconds = time.perf_counter() - start
+    save_seconds, checkpoint_seconds = _try_saving(trainer, scratch) if saves else (0.0, 0.0)
     return Timings(
         step_seconds=step_seconds,
         step_tokens=tokens_after - tokens_before,
@@ -151,6 +150,17 @@ def _try_every_path(recipe: Recipe, ingredients: Ingredients, trainer: CountingT
         save_seconds=save_seconds,
         checkpoint_seconds=checkpoint_seconds,
     )
+
+
+def _try_saving(trainer: CountingTrainer, scratch: Path) -> tuple[float, float]:
+    """Seconds that the trained model and a checkpoint took."""
+    start = time.perf_counter()
+    trainer.save_model(str(scratch / "model"))
+    missing = missing_files(scratch / "model")
+    assert not missing, f"the saved model lacks {missing}"
+    saved = time.perf_counter()
+    trainer._save_checkpoint(trainer.model, None)
+    return saved - start, time.perf_counter() - saved
 
 
 def _print_memory(console: Console, trainer: CountingTrainer) -> None:
@@ -189,7 +199,8 @@ def _print_time(
     sample_seconds = timings.sample_seconds * prompts * recipe.sample.max_new_tokens / TINY_TOKENS
     num_saves = length.num_saves(arguments)
     saves_seconds = num_saves * timings.checkpoint_seconds
-    total_seconds = training_seconds + eval_seconds * num_evals + 2 * sample_seconds + timings.save_seconds
+    total_seconds = training_seconds + eval_seconds * num_evals + 2 * sample_seconds
+    total_seconds += timings.save_seconds if recipe.output.save_model else 0.0
     rows = {
         "steps": f"{length.num_steps:,} ({length.num_epochs:.2f} epochs)",
         "tokens a step": f"{length.tokens_per_step:,.0f}",
@@ -198,8 +209,9 @@ def _print_time(
         ),
         f"evaluation, {num_evals} times": format_seconds(eval_seconds * num_evals),
         "samples, before and after": format_seconds(2 * sample_seconds),
-        "saving the trained model": format_seconds(timings.save_seconds),
     }
+    if recipe.output.save_model:
+        rows["saving the trained model"] = format_seconds(timings.save_seconds)
     if num_saves:
         each = f"{format_number(num_saves, 'checkpoint')}, each {format_seconds(timings.checkpoint_seconds)}"
         rows[each + (" at most: written beside steps" if recipe.engine.save_in_background else "")] = format_seconds(

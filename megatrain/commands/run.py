@@ -8,37 +8,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from transformers import PrinterCallback
 
 from megatrain import api
-from megatrain.base.errors import UserError
 from megatrain.base.units import format_count, format_number
 from megatrain.commands.console import print_block, print_fact, print_step
+from megatrain.commands.model import check_fits, find_model
 from megatrain.commands.progress import Work
 from megatrain.commands.samples import check_samples, encode_prompt
 from megatrain.data.build import Datasets, build_datasets
 from megatrain.data.collate import sample_lengths
-from megatrain.execute.model import Initialize
-from megatrain.loading import open_pretrained
-from megatrain.models import ResolvedModel, resolve_model
 from megatrain.optimizer_choice import OptimizerConfig
 from megatrain.plan.flops import ModelWork, counted_flops, model_work
 from megatrain.plan.workload import Workload
 from megatrain.recipe import Recipe, SampleConfig
-from megatrain.save.card import BASE_MODEL, BASE_WEIGHTS, Facts, base_model_name
-from megatrain.save.folder import WEIGHT_NAMES
+from megatrain.save.card import Facts
 from megatrain.trainer import Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 
 class CountingTrainer(Trainer):
@@ -103,47 +98,38 @@ class Ingredients:
 def prepare(recipe: Recipe, arguments: TrainingArguments, console: Console) -> Ingredients:
     """Gets the model, reads the data and loads the weights. Raises UserError for what the user can mend."""
     api.init(**{name: getattr(recipe.engine, name) for name in recipe.engine.__dataclass_fields__})
-    resolved = resolve_model(
-        recipe.model.name,
-        revision=recipe.model.revision,
-        cache_dir=recipe.model.cache_dir,
-        say=lambda line: print_step(console, line),
-    )
-    tokenizer = _load(AutoTokenizer.from_pretrained, resolved, "tokenizer")
-    model_config = _load(AutoConfig.from_pretrained, resolved, "config")
-    check_samples(recipe.sample, tokenizer, model_config)
-    _check_fits(recipe, model_config, arguments)
+    found = find_model(recipe.model, console)
+    check_samples(recipe.sample, found.tokenizer, found.config)
+    check_fits(found, recipe, bf16=arguments.bf16)
     print_step(console, "reading the data")
     with _no_warnings("megatrain.data"):  # they stand in the report below
-        datasets = build_datasets(recipe.data, tokenizer)
-    print_step(console, "loading the weights")
+        datasets = build_datasets(recipe.data, found.tokenizer)
     transformers.utils.logging.disable_progress_bar()
-    model, weights = _open_model(resolved, recipe.model.dtype, console)
+    model, weights = found.open()
     work = model_work(model)
     dtype = str(model.dtype).removeprefix("torch.")
-    print_fact(console, "model", f"{recipe.model.name}, {format_count(work.num_parameters)} parameters, {dtype}")
-    print_fact(console, "", f"from {resolved.origin}")
+    print_fact(console, "model", f"{recipe.model.given}, {format_count(work.num_parameters)} parameters, {dtype}")
+    print_fact(console, "", f"from {found.origin}")
     print_fact(console, "data", str(datasets.report))
     if weights is not None:
         api.stream(model, weights, bf16=arguments.bf16, workload=_workload(datasets, arguments))
     datasets = datasets.fit_to(model)
     return Ingredients(
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=found.tokenizer,
         datasets=datasets,
         work=work,
         optimizer=recipe.optimizer,
-        card=_card(recipe, resolved),
+        card={**found.facts, "data": _sources(recipe)},
     )
 
 
-def _card(recipe: Recipe, resolved: ResolvedModel) -> Facts:
+def _sources(recipe: Recipe) -> str:
     """For the model card. Of files the name and not the place."""
     given = recipe.data.path
     sources = [given] if isinstance(given, (str, os.PathLike)) else given
     names = [source if ":" in str(source) else os.path.basename(os.fspath(source)) for source in sources]
-    of_weights = {BASE_WEIGHTS: resolved.note} if resolved.note else {}
-    return {BASE_MODEL: base_model_name(recipe.model.name), **of_weights, "data": ", ".join(map(str, names))}
+    return ", ".join(map(str, names))
 
 
 def _workload(datasets: Datasets, arguments: TrainingArguments) -> Workload:
@@ -169,36 +155,6 @@ def _no_warnings(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _check_fits(recipe: Recipe, config: PreTrainedConfig, arguments: TrainingArguments) -> None:
-    """Refuse a model that does not fit in memory before the data is read and its weights are loaded."""
-    dtype = {} if recipe.model.dtype == "auto" else {"dtype": recipe.model.dtype}
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, **dtype)
-        model.tie_weights()
-    except Exception:
-        return  # a class that cannot be built without values: the check comes when it has them
-    api.check_fits(model, bf16=arguments.bf16)
-
-
-def _open_model(resolved: ResolvedModel, dtype: str, console: Console) -> tuple[nn.Module, Initialize | None]:
-    """The model and what makes its weights; None if it has them, because its files cannot be read a layer at a time."""
-    what = "causal language model"
-    if any((resolved.path / name).is_file() for name in WEIGHT_NAMES):
-        opened = _load(open_pretrained, resolved, what, model_class=AutoModelForCausalLM, dtype=dtype)
-        return opened.model, opened.source
-    print_step(console, "no safetensors in that folder: all weights are in memory once before they go home")
-    return _load(AutoModelForCausalLM.from_pretrained, resolved, what, dtype=dtype), None
-
-
-def _load(load: Callable[..., Any], resolved: ResolvedModel, what: str, **options: Any) -> Any:
-    """What `load` (from_pretrained of a class of transformers) makes of the model's folder."""
-    try:
-        return load(resolved.path, local_files_only=True, **options)
-    except Exception as error:  # broken files come out as errors of JSON, tokenizers, safetensors, torch
-        raise UserError(f"model.name: {resolved.path} cannot be loaded as a {what}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def _run(
         _print_finished(console, num_steps_done, recipe.output_dir)
         print_fact(console, "to train on", "set training.max_steps or training.num_train_epochs higher")
         return
-    check_disk(recipe.output_dir, disk_rows(ingredients.model, arguments, length, recipe.engine.moments))
+    check_disk(recipe.output_dir, disk_rows(recipe, ingredients.model, arguments, length))
     check_place(recipe.output_dir, "output.dir")
     held.enter_context(holding_output_folder(recipe.output_dir, "output.dir"))  # if it was not there before
     begin = _begin(recipe, arguments, console, checkpoint, overrides)
@@ -148,16 +148,21 @@ def _run(
         print_step(console, f"training for {format_number(max(0, length.num_steps - num_steps_done), 'step')}")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.remove_callback(display)
-        print_step(console, "saving the model")
-        trainer.save_model()  # first of all: nothing that comes now may lose what was learned
-        note_saved(recipe.output_dir, trainer.state.global_step)
-        print_fact(console, "saved", f"{recipe.output_dir} (weights, config, tokenizer)")
+        if recipe.output.save_model:
+            _save(trainer, recipe.output_dir, console)  # first of all: nothing that comes now may lose what was learned
         loss_after = _held_out_loss(trainer, console, "after")
         print_samples(ingredients, recipe.sample, console, "after")
     rows = _speed_rows(meter.total(), is_part=checkpoint is not None)
     if display.last_loss is not None:
         rows["last training loss"] = f"{display.last_loss:.4f}"
     _print_summary(console, recipe, rows, loss_before, loss_after)
+
+
+def _save(trainer: CountingTrainer, folder: Path, console: Console) -> None:
+    print_step(console, "saving the model")
+    trainer.save_model()
+    note_saved(folder, trainer.state.global_step)
+    print_fact(console, "saved", f"{folder} (weights, config, tokenizer)")
 
 
 def _begin(
@@ -225,4 +230,5 @@ def _print_summary(
             f"the held-out loss did not fall ({loss_before:.4f} -> {loss_after:.4f}); try a smaller "
             "training.learning_rate, more data, or fewer epochs",
         )
-    print_fact(console, "load it", f"AutoModelForCausalLM.from_pretrained({str(recipe.output_dir)!r})")
+    if recipe.output.save_model:
+        print_fact(console, "load it", f"AutoModelForCausalLM.from_pretrained({str(recipe.output_dir)!r})")

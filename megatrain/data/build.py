@@ -27,7 +27,7 @@ from megatrain.data.tokenise import CutCounts, tokenise
 from megatrain.data.tokens import TokenStore
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,18 @@ class Datasets:
                 f"data: token id {largest} is beyond the model's vocabulary of {config.vocab_size}; use the model's "
                 "own tokenizer, or model.resize_token_embeddings(len(tokenizer)) before streaming"
             )
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions and self.sequence_length > positions:
-            raise UserError(
-                f"data.sequence_length is {self.sequence_length}, but the model has {positions} positions; lower it "
-                "(or raise max_position_embeddings in the config of a model with rotary positions)"
-            )
+        check_positions(config, self.sequence_length)
         return replace(self, collator=fit_collator(self.collator, model))
+
+
+def check_positions(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Raises UserError for rows longer than the positions of a model with this (text) config."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and sequence_length > positions:
+        raise UserError(
+            f"data.sequence_length is {sequence_length}, but the model has {positions} positions; lower it "
+            "(or raise max_position_embeddings in the config of a model with rotary positions)"
+        )
 
 
 def build_datasets(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Datasets:

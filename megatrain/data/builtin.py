@@ -1,7 +1,11 @@
-"""Text that every Python has at hand: the documentation inside the running interpreter's standard library.
+"""Text that every Python has at hand: the running interpreter's standard library.
 
-Turns each documented public function and class into a short chat: the user asks what it does, the assistant answers
-with its signature and its docstring. Nothing is downloaded, and the source is parsed, never imported or run.
+- `python-docs`: each documented public function and class as a short chat: the user asks what it does, the assistant
+  answers with its signature and its docstring.
+- `python-source`: each public module's source as one document.
+- `python-library`: all of these in one document, of millions of tokens.
+
+Nothing is downloaded, and the source is parsed or read, never imported or run.
 
 Rule: the result depends on nothing but the files of this Python version, so two runs see the same text in the same
 order. Gives up: modules written in C have no source to read, so they are absent.
@@ -13,12 +17,13 @@ import ast
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 
 from megatrain.base.errors import UserError
 
 Chat = dict[str, list[dict[str, str]]]
+Text = dict[str, str]
 
 MAX_ANSWER_CHARACTERS = 600
 MIN_DOC_CHARACTERS = 20
@@ -40,16 +45,55 @@ def python_docs() -> list[Chat]:
     for module, file in _source_files(folder):
         for name, answer in _documented(ast.parse(file.read_bytes()), module):
             answers.setdefault(answer, name)
-    if not answers:
-        raise UserError(
-            f"data.path: no Python source found in {folder}, so there is no builtin:python-docs. "
-            "Name your own text instead, or use a Python with its standard library as files."
-        )
-    ordered = sorted(answers.items(), key=lambda item: hashlib.sha256(item[1].encode()).digest())
+    _refuse_nothing(answers, folder, "python-docs")
+    ordered = sorted(answers.items(), key=lambda item: _mixing(item[1]))
     return [_chat(name, answer) for answer, name in ordered]
 
 
-BUILTIN_SOURCES: dict[str, Callable[[], list[Chat]]] = {"python-docs": python_docs}
+def python_source() -> list[Text]:
+    """The source of each public module, `{"text": ...}`, in an order that mixes them and is the same in every run.
+
+    Raises UserError: this Python keeps no source files of its standard library.
+    """
+    return [{"text": text} for text in _modules("python-source").values()]
+
+
+def python_library() -> list[Text]:
+    """One document: the source of all public modules, each under its name. For sequences longer than any module.
+
+    Raises UserError: this Python keeps no source files of its standard library.
+    """
+    modules = _modules("python-library")
+    return [{"text": "\n\n".join(f"# module {module}\n\n{text}" for module, text in modules.items())}]
+
+
+BUILTIN_SOURCES: dict[str, Callable[[], list[Chat] | list[Text]]] = {
+    "python-docs": python_docs,
+    "python-source": python_source,
+    "python-library": python_library,
+}
+
+
+def _modules(source: str) -> dict[str, str]:
+    """Module -> its source, in the order of `_mixing`. An empty one is no text."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(_source_files(folder), key=lambda item: _mixing(item[0]))
+    texts = {module: file.read_text(encoding="utf-8", errors="replace") for module, file in files}
+    _refuse_nothing(texts, folder, source)
+    return {module: text for module, text in texts.items() if text.strip()}
+
+
+def _refuse_nothing(found: Sized, folder: Path, name: str) -> None:
+    if not found:
+        raise UserError(
+            f"data.path: no Python source found in {folder}, so there is no builtin:{name}. "
+            "Name your own text instead, or use a Python with its standard library as files."
+        )
+
+
+def _mixing(name: str) -> bytes:
+    """To sort by: mixes the modules, the same in every run."""
+    return hashlib.sha256(name.encode()).digest()
 
 
 def _source_files(folder: Path) -> Iterator[tuple[str, Path]]:
