@@ -53,9 +53,12 @@ class OutlinedModel:
         return why_unmerged(self._model, config, precision, None)
 
 
-def outline_model(name: str) -> OutlinedModel:
-    """Raises UserError: no such model, a config that transformers cannot build, no repeated blocks."""
-    config = read_config(name)
+def outline_model(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> OutlinedModel:
+    """A model of the config that `read_config` gives.
+
+    Raises UserError: no such model, a config that transformers cannot build, no repeated blocks.
+    """
+    config = read_config(name, changes)
     return OutlinedModel(name, _on_meta(name, config))
 
 

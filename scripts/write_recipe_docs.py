@@ -61,6 +61,8 @@ disk, `output.save_model: false` saves none.
 
 Two recipes to start from: [quickstart.yaml](../recipes/quickstart.yaml) (a small model, text that every Python has,
 3 to 5 minutes on two CPU cores) and [own_documents.yaml](../recipes/own_documents.yaml) (your own folder).
+[long_documents.yaml](../recipes/long_documents.yaml) trains on whole long documents. Recipes of large shapes, 7B to
+117B, with the machine that each is for and its plan: [hundred-billion.md](hundred-billion.md#recipes).
 
 This file is written by scripts/write_recipe_docs.py from the code.
 """
