@@ -316,7 +316,8 @@ def test_shipped_recipes_load(file: Path) -> None:
         assert "data.path is missing" in refusal(file)
     recipe = load_recipe(file, ["data.path=somewhere"] if needs_path else [])
     check_arguments(recipe.training_arguments())
-    assert recipe.data.eval_fraction > 0
+    # An evaluation makes the logits of a row whole, and those of its row have no room.
+    assert recipe.data.eval_fraction > 0 or file.stem == "long_context_7b"
 
 
 def test_the_docs_are_what_the_dataclasses_say() -> None:
@@ -338,6 +339,7 @@ def test_folders_of_runs_that_the_docs_name_are_those_that_recipes_make() -> Non
     root = Path(__file__).resolve().parents[1]
     texts = [*(root / "docs").glob("*.md"), root / "README.md", *(root / "recipes").glob("*.yaml")]
     named = {folder for path in texts for folder in re.findall(r"\bruns/[\w.-]*\w", path.read_text())}
-    made = {str(load_recipe(file, ["data.path=x"]).output_dir) for file in (root / "recipes").glob("*.yaml")}
+    recipes = [load_recipe(file, ["data.path=x"]) for file in (root / "recipes").glob("*.yaml")]
+    made = {str(folder) for recipe in recipes for folder in (recipe.output_dir, *recipe.engine.offload_folders)}
     assert "runs/own-documents" in named
     assert named <= made
