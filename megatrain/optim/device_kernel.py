@@ -1,8 +1,8 @@
 """The update as one Triton kernel: what `optim/definition.py` says, in one pass over the device's memory.
 
-A program updates a few whole blocks. Masters, formats, rule, EMA and measure are chosen when the kernel is compiled: by
-the dtypes of the pointers, by which of them are None, by the format's bits and by the rule's function. So each stage is
-written once for all of them.
+A program updates a few whole blocks of a segment of a batch (`optim/device_batch.py`). Masters, formats, rule, EMA and
+measure are chosen when the kernel is compiled: by the dtypes of the pointers, by which of them are None, by the bits
+of the format and by the rule's function. So each stage is written once for all of them.
 
 Rule: the same bits as the definition. See `optim/device_codes.py` for what that takes.
 
@@ -11,16 +11,18 @@ What it gives up: NaNs stay NaNs, with any sign and payload (a bf16 or split mas
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from megatrain.optim import rules
+from megatrain.optim import device_batch, rules
+from megatrain.optim.device_batch import Batch
 from megatrain.optim.device_codes import (
     MASTER_STREAM,
     UNSIGNED_STREAM,
     bits_of,
+    constexpr,
     float_of,
     jit,
     load,
@@ -37,10 +39,18 @@ from megatrain.optim.device_codes import (
     triton,
 )
 from megatrain.optim.segment import Segment
-from megatrain.store.codecs import BLOCK, Format, Stored
+from megatrain.store.codecs import BLOCK, Format
 
 TILE_BLOCKS = 8  # blocks of one program
-MAX_NUMEL = 1 << 30  # of one launch, so that indices fit in 32 bits
+MAX_NUMEL = 1 << 30  # of one segment, so that indices in it fit in 32 bits
+
+# Fields of the table (`optim/device_batch.py`).
+OFFSET_DIVISOR = constexpr(device_batch.OFFSET_DIVISOR)
+NUMEL, FIRST = constexpr(device_batch.NUMEL), constexpr(device_batch.FIRST)
+KEY0, KEY1 = constexpr(device_batch.KEY0), constexpr(device_batch.KEY1)
+FIRST_PROGRAM = constexpr(device_batch.FIRST_PROGRAM)
+EMA_DECAY, EMA_SHARE = constexpr(device_batch.EMA_DECAY), constexpr(device_batch.EMA_SHARE)
+SCALARS = constexpr(device_batch.SCALARS)
 
 
 def is_interpreted() -> bool:
@@ -53,61 +63,39 @@ def knows(segment: Segment) -> bool:
     return segment.rule in _STEPS
 
 
-def update_(segment: Segment, measure: bool) -> Tensor | None:
-    """Enqueue one step in place on the current stream, of a segment with at most MAX_NUMEL parameters, but at least 1.
+def update_(batch: Batch, measure: bool) -> list[Tensor]:
+    """Enqueue one step in place on the current stream, of segments with at most MAX_NUMEL parameters, but at least 1.
 
-    Returns, with `measure`, (2,) fp64 on the device: the sum of squared weight changes, that of squared old weights.
+    Returns, with `measure`, for each segment (2,) fp64 on the device: the sum of squared weight changes, that of
+    squared old weights. One that raises has changed nothing.
     """
-    assert 0 < segment.numel <= MAX_NUMEL
-    num_programs = -(-segment.numel // (TILE_BLOCKS * BLOCK))
-    sums = None
-    if measure:
-        sums = torch.empty(num_programs, 2, dtype=torch.float64, device=segment.grad.device)
-    m, v = (*segment.states, None, None)[:2]
-    decay = 0.0 if segment.ema is None else segment.ema.decay
-    _update[(num_programs,)](
-        _pointer(segment.weights),
-        segment.low,
-        _pointer(segment.grad),
-        *_pointers(m),
-        *_pointers(v),
-        None if segment.ema is None else segment.ema.average,
+    segment = batch.segments[0]
+    assert all(0 < one.numel <= MAX_NUMEL for one in batch.segments)
+    counts = [-(-one.numel // (TILE_BLOCKS * BLOCK)) for one in batch.segments]
+    device = segment.grad.device
+    sums = torch.empty(sum(counts), 2, dtype=torch.float64, device=device) if measure else None
+    _update[(sum(counts),)](
+        *batch.tensors,
         sums,
-        segment.numel,
-        _signed32(segment.first),
-        _signed32(segment.key[0]),
-        _signed32(segment.key[1]),
-        astuple(segment.scalars),
-        decay,
-        1.0 - decay,
+        batch.table(counts, device),
+        ROWS=batch.num_rows,
+        DIVISOR=batch.divisor,
         STEP=_STEPS[segment.rule],
-        **_format_constants(None if m is None else m.format),
+        NUM_SCALARS=len(fields(segment.rule.scalars)),
+        **_format_constants(segment.states[0].format if segment.states else None),
         BLOCKS=TILE_BLOCKS,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return None if sums is None else _total(sums)
+    return [] if sums is None else _totals(sums, counts)
 
 
-def _total(sums: Tensor) -> Tensor:
-    """The step is made by now: nothing may raise."""
+def _totals(sums: Tensor, counts: list[int]) -> list[Tensor]:
+    """Of each segment, from `counts` programs of it. The step is made by now: nothing may raise."""
     try:
-        return sums.sum(dim=0)
+        return [part.sum(dim=0) for part in sums.split(counts)]
     except torch.OutOfMemoryError:
-        return sums.cpu().sum(dim=0)
-
-
-def _pointer(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _pointers(stored: Stored | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if stored is None else (_pointer(stored.codes), stored.scales)
-
-
-def _signed32(x: int) -> int:
-    """The lower 32 bits as a signed number: one type whatever the value, so the kernel is compiled once."""
-    return (x + 0x80000000 & 0xFFFFFFFF) - 0x80000000
+        return [part.sum(dim=0) for part in sums.cpu().split(counts)]
 
 
 def _format_constants(format_: Format | None) -> dict[str, object]:
@@ -196,17 +184,45 @@ _STEPS = {rules.ADAMW: _adamw, rules.ADAM: _adam, rules.MOMENTUM: _momentum, rul
 
 
 @jit
-def _store_sums(
-    sums: tl.tensor, w: tl.tensor, old: tl.tensor, program: tl.tensor, rows: tl.tensor, n: tl.tensor
-) -> None:
+def _store_sums(sums: tl.tensor, w: tl.tensor, old: tl.tensor, rows: tl.tensor, n: tl.tensor) -> None:
     change = tl.where(places(rows) < n, w - old, 0.0).to(tl.float64)
     old = old.to(tl.float64)
-    tl.store(sums + 2 * program, tl.sum(change * change))
-    tl.store(sums + 2 * program + 1, tl.sum(old * old))
+    tl.store(sums, tl.sum(change * change))
+    tl.store(sums + 1, tl.sum(old * old))
 
 
-@jit(do_not_specialize=["first", "key0", "key1"])  # they differ from call to call
-def _update(
+# The table. row: pointer to the segment's first field; its next one is ROWS further.
+
+
+@jit
+def _whole(row: tl.tensor, FIELD: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """The lower 32 bits."""
+    return tl.load((row + FIELD * ROWS).to(tl.pointer_type(tl.int32), bitcast=True))
+
+
+@jit
+def _number(row: tl.tensor, FIELD: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    return float_of(_whole(row, FIELD, ROWS))
+
+
+@jit
+def _scalars(row: tl.tensor, NUM_SCALARS: tl.constexpr, ROWS: tl.constexpr) -> tl.tuple:
+    scalars = ()
+    for i in tl.static_range(NUM_SCALARS):
+        scalars = scalars + (_number(row, SCALARS + i, ROWS),)
+    return scalars
+
+
+@jit
+def _start(pointer: tl.tensor, row: tl.tensor, FIELD: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+    """Where a tensor of the segment begins. bf16 comes as int16 from here on."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        pointer = pointer.to(tl.pointer_type(tl.int16), bitcast=True)
+    return pointer + tl.multiple_of(tl.load(row + FIELD * ROWS), OFFSET_DIVISOR)
+
+
+@jit
+def _step(
     weights: tl.tensor,
     low: tl.tensor,
     grad: tl.tensor,
@@ -216,24 +232,21 @@ def _update(
     v_scales: tl.tensor,
     ema: tl.tensor,
     sums: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
     n: tl.tensor,
-    first: tl.tensor,
-    key0: tl.tensor,
-    key1: tl.tensor,
-    scalars: tl.tuple,
-    ema_decay: tl.tensor,
-    ema_share: tl.tensor,
+    ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    NUM_SCALARS: tl.constexpr,
     BITS: tl.constexpr,
     SIGNED: tl.constexpr,
     UNSIGNED: tl.constexpr,
     SPAN: tl.constexpr,
     SHARE: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ) -> None:
-    """SIGNED, UNSIGNED: mantissa bits of the codes."""
-    program = tl.program_id(0)
-    rows = program * BLOCKS + tl.arange(0, BLOCKS)
+    """Of one tile: blocks `rows` of a segment. Tensors: the segment's. SIGNED, UNSIGNED: mantissa bits of the codes."""
+    scalars = _scalars(row, NUM_SCALARS, ROWS)
+    random = random_bits(rows, _whole(row, FIRST, ROWS), _whole(row, KEY0, ROWS), _whole(row, KEY1, ROWS))
     half = None
     m = 0.0
     v = 0.0
@@ -248,10 +261,10 @@ def _update(
     old = _load_weights(weights, low, rows, n)
     w, m, v = STEP(old, load_float(grad, rows, n), m, v, scalars)
     if sums is not None:
-        _store_sums(sums, w, old, program, rows, n)
+        _store_sums(sums, w, old, rows, n)
     if ema is not None:
-        store(ema, load(ema, rows, n) * ema_decay + w * ema_share, rows, n)
-    random = random_bits(rows, first, key0, key1)
+        average = load(ema, rows, n) * _number(row, EMA_DECAY, ROWS) + w * _number(row, EMA_SHARE, ROWS)
+        store(ema, average, rows, n)
     if v_scales is not None:
         half = store_second(v_codes, v_scales, v, random * UNSIGNED_STREAM, rows, n, BITS, UNSIGNED)
     elif v_codes is not None:
@@ -261,3 +274,54 @@ def _update(
     elif m_codes is not None:
         store_float(m_codes, m, random, rows, n)
     _store_weights(weights, low, w, random, rows, n)
+
+
+@jit
+def _update(
+    weights: tl.tensor,
+    low: tl.tensor,
+    grad: tl.tensor,
+    m_codes: tl.tensor,
+    m_scales: tl.tensor,
+    v_codes: tl.tensor,
+    v_scales: tl.tensor,
+    ema: tl.tensor,
+    sums: tl.tensor,
+    table: tl.tensor,
+    ROWS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    STEP: tl.constexpr,
+    NUM_SCALARS: tl.constexpr,
+    BITS: tl.constexpr,
+    SIGNED: tl.constexpr,
+    UNSIGNED: tl.constexpr,
+    SPAN: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Tensors: of the batch's first segment. sums: (programs, 2). table, ROWS, DIVISOR: of the batch."""
+    program = tl.program_id(0)
+    first_programs = tl.load(table + FIRST_PROGRAM * ROWS + tl.arange(0, ROWS))
+    row = table + (tl.sum((first_programs <= program).to(tl.int32)) - 1)
+    rows = (program - _whole(row, FIRST_PROGRAM, ROWS)) * BLOCKS + tl.arange(0, BLOCKS)
+    n = tl.multiple_of(tl.load(row + NUMEL * ROWS).to(tl.int32), DIVISOR)
+    weights = _start(weights, row, 0, ROWS)
+    grad = _start(grad, row, 2, ROWS)
+    if low is not None:
+        low = _start(low, row, 1, ROWS)
+    if m_codes is not None:
+        m_codes = _start(m_codes, row, 3, ROWS)
+    if m_scales is not None:
+        m_scales = _start(m_scales, row, 4, ROWS)
+    if v_codes is not None:
+        v_codes = _start(v_codes, row, 5, ROWS)
+    if v_scales is not None:
+        v_scales = _start(v_scales, row, 6, ROWS)
+    if ema is not None:
+        ema = _start(ema, row, 7, ROWS)
+    if sums is not None:
+        sums = sums + 2 * program
+    _step(
+        weights, low, grad, m_codes, m_scales, v_codes, v_scales, ema, sums, row, rows, n, ROWS, STEP, NUM_SCALARS,
+        BITS, SIGNED, UNSIGNED, SPAN, SHARE,
+    )  # fmt: skip

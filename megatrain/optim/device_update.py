@@ -1,8 +1,8 @@
 """Runs updates on a device: of segments that lie there, or of segments in host memory, in part or whole, that stream
 through it.
 
-The update is the Triton kernel's, or where there is none (no Triton, a rule that it does not know) the definition in
-PyTorch, a piece at a time.
+The update is the Triton kernel's, one launch for all segments of a kind (`optim/device_batch.py`), or where there is
+none (no Triton, a rule that it does not know) the definition in PyTorch, a piece at a time.
 
 Streamed, a segment goes in pieces through two sets of staging memory, each with its own stream: up, updated, and all
 but the gradient down again. While one set's piece comes up, the other's is updated or goes down, so both directions of
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatrain.base.errors import UserError
 from megatrain.optim import rules
+from megatrain.optim.device_batch import Batch, batches
 from megatrain.optim.formula import SGDScalars
 from megatrain.optim.marks import HalfWrittenError, Marks, undone_on_fault
 from megatrain.optim.segment import Segment
@@ -72,7 +73,7 @@ class DeviceUpdater:
         """
         marks = marks or Marks()
         with torch.no_grad(), _on(self.device):
-            sums = [self._enqueue(segment, measure, marks.within(index)) for index, segment in enumerate(segments)]
+            sums = self._enqueue(segments, measure, marks)
         return [_measure(of_segment) if measure else None for of_segment in sums]
 
     def run_streamed(
@@ -92,7 +93,7 @@ class DeviceUpdater:
             staging = self._staging_for(max((_staged_bytes(piece) for _, piece in pieces), default=0))
 
             def enqueue(staged: Segment) -> list[Tensor]:
-                return self._enqueue(staged, measure, Marks())
+                return self._enqueue([staged], measure, Marks())[0]
 
             try:
                 for number, (index, piece) in enumerate(pieces):
@@ -102,17 +103,24 @@ class DeviceUpdater:
                 _finish(staging)
         return [_measure(of_segment) if measure else None for of_segment in sums]
 
-    def _enqueue(self, segment: Segment, measure: bool, marks: Marks) -> list[Tensor]:
-        """Update on the current stream, in pieces. Returns, with `measure`, (2,) fp64 for each."""
-        if self._kernel is not None and self._kernel.knows(segment):
-            update_, piece_numel = self._kernel.update_, self._kernel.MAX_NUMEL
-        else:
-            update_, piece_numel = _update_by_definition, TORCH_PIECE
-        sums = [
-            marks.once(piece.first, functools.partial(update_, piece, measure))
-            for piece in _pieces(segment, piece_numel)
-        ]
-        return [pair for pair in sums if pair is not None]
+    def _enqueue(self, segments: Sequence[Segment], measure: bool, marks: Marks) -> list[list[Tensor]]:
+        """Update on the current stream, in pieces. Returns, with `measure`, for each segment (2,) fp64 a piece."""
+        kernel = self._kernel
+        sums: list[list[Tensor]] = [[] for _ in segments]
+        by_kernel: list[tuple[int, Segment]] = []
+        for index, segment in enumerate(segments):
+            if kernel is not None and kernel.knows(segment):
+                by_kernel += [(index, piece) for piece in _pieces(segment, kernel.MAX_NUMEL)]
+                continue
+            for piece in _pieces(segment, TORCH_PIECE):
+                update = functools.partial(_update_by_definition, piece, measure)
+                sums[index] += marks.once((index, piece.first), update)
+        for number, batch in enumerate(batches([piece for _, piece in by_kernel])):
+            assert kernel is not None
+            pairs = marks.once(("batch", number), functools.partial(kernel.update_, batch, measure))
+            for place, pair in zip(batch.places, pairs, strict=False):
+                sums[by_kernel[place][0]].append(pair)
+        return sums
 
     def _staging_for(self, num_bytes: int) -> tuple[_Staging, ...]:
         """Two sets of at least so many bytes each."""
@@ -209,6 +217,9 @@ def _no_way_back() -> Iterator[None]:
 
 def _pieces(segment: Segment, numel: int) -> Iterator[Segment]:
     """Parts of at most `numel` parameters, a multiple of BLOCK; none of an empty segment."""
+    if 0 < segment.numel <= numel:
+        yield segment  # as it is: a part costs a view of each tensor
+        return
     for start in range(0, segment.numel, numel):
         yield segment.part(start, min(start + numel, segment.numel))
 
@@ -230,9 +241,9 @@ def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _update_by_definition(piece: Segment, measure: bool) -> Tensor | None:
+def _update_by_definition(piece: Segment, measure: bool) -> list[Tensor]:
     sums = update_or_undo(piece, measure)
-    return None if sums is None else torch.tensor(sums, dtype=torch.float64)
+    return [] if sums is None else [torch.tensor(sums, dtype=torch.float64)]
 
 
 def _measure(sums: Sequence[Tensor]) -> Measure:
@@ -276,7 +287,8 @@ def _load_kernel(device: torch.device) -> ModuleType:
     one = torch.ones(1, device=device)
     scalars = SGDScalars.at(lr=0.5, weight_decay=0.0)
     with _on(device):
-        device_kernel.update_(Segment(rule=rules.SGD, scalars=scalars, weights=one, grad=one.clone()), measure=False)
+        segment = Segment(rule=rules.SGD, scalars=scalars, weights=one, grad=one.clone())
+        device_kernel.update_(Batch(segment), measure=False)
     if one.item() != 0.5:
         raise RuntimeError(f"its first update gave {one.item()} instead of 0.5")
     return device_kernel
