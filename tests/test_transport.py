@@ -320,7 +320,7 @@ def test_a_gradient_that_was_never_used_up_is_forgotten_with_its_slab() -> None:
         assert not home.grads.is_holding()
         home.grads.slab(layout).fill_(value)
         home.grads.receive(layout, {field: 2 * value})
-    assert torch.equal(home.grads.view(field), torch.full((4,), 2.0))
+    assert torch.equal(home.grads.flat(field), torch.full((4,), 2.0))
 
 
 def test_a_slab_whose_update_failed_says_so_to_the_next() -> None:

@@ -140,7 +140,7 @@ def _give_back(home: Home, emptied: list[tuple[nn.Parameter, Field]]) -> dict[st
             del parameter.went_home
         except (OSError, RuntimeError, MemoryError, UserError) as error:
             lost[field.name] = str(error)
-    home.wire = home.low = torch.empty(0, dtype=torch.uint8)
+    home.hold(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int16))
     return lost
 
 

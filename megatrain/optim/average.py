@@ -42,8 +42,7 @@ def move(
     with torch.no_grad():
         for parameter in parameters:
             field, average = parameter._field, own_states[parameter][EMA].view(-1)
-            weights = home.weights(field).view(-1)
-            low = home.low_half(field) if field.is_split else None
+            weights, low = home.flat(field)
             for start in range(0, field.numel, PIECE):
                 cut = slice(start, start + PIECE)
                 low_part = None if low is None else low[cut]

@@ -76,6 +76,7 @@ class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
         self._skips = SkippedSteps(max_skipped_steps)
         self._engine: Engine | None = None
         self._states: dict[HomeParameter, states.State] = {}
+        self._stored = {}
         self._members: dict[Home, list[tuple[HomeParameter, int]]] = {}
         self._rules: dict[HomeParameter, Rule] = {}
         self._numbers: dict[Field, int] = {}
@@ -137,6 +138,7 @@ class HomeOptimizer(HomeUpdating, Movable, torch.optim.Optimizer):
             for parameter, index in members:
                 if index >= num_kept:
                     del self._states[parameter], self._rules[parameter]
+                    self._stored.pop(parameter, None)
             self._members[home] = [member for member in members if member[1] < num_kept]
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:  # type: ignore[override]

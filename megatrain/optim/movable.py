@@ -11,6 +11,7 @@ from collections.abc import Callable
 from megatrain.execute.parameters import HomeParameter
 from megatrain.optim.states import State, copied_states, num_state_bytes
 from megatrain.plan.placement import Place
+from megatrain.store.codecs import Stored
 from megatrain.store.home import Home
 from megatrain.store.lending import Lending
 
@@ -19,6 +20,7 @@ class Movable:
     """For HomeOptimizer."""
 
     _states: dict[HomeParameter, State]
+    _stored: dict[HomeParameter, tuple[Stored, ...]]
     _members: dict[Home, list[tuple[HomeParameter, int]]]
     _lending: Lending
 
@@ -44,12 +46,12 @@ class Movable:
         if not (members and home.place.is_apart("moments", place)):
             return _stay
         own = {parameter: self._states[parameter] for parameter in members}
-        return functools.partial(_take_over, own, copied_states(home, own, place))
+        return functools.partial(self._take_over, copied_states(home, own, place))
 
-
-def _take_over(own: dict[HomeParameter, State], copies: dict[HomeParameter, State]) -> None:
-    for parameter, state in own.items():
-        state.update(copies[parameter])
+    def _take_over(self, copies: dict[HomeParameter, State]) -> None:
+        for parameter, state in copies.items():
+            self._stored.pop(parameter, None)
+            self._states[parameter].update(state)
 
 
 def _stay() -> None:

@@ -22,6 +22,7 @@ from megatrain.optim.segment import Ema, Segment
 from megatrain.optim.update import Measure
 from megatrain.optim.updaters import Updaters
 from megatrain.spec.layout import Field
+from megatrain.store.codecs import Stored
 from megatrain.store.home import Home
 from megatrain.store.rounding import make_key
 
@@ -39,6 +40,8 @@ class HomeUpdating:
     _engine: Engine | None
     _open_step: OpenStep
     _states: dict[HomeParameter, states.State]
+    _stored: dict[HomeParameter, tuple[Stored, ...]]
+    """Moments as updates work on them, which view `_states`: made once, and again where those have moved."""
     _members: dict[Home, list[tuple[HomeParameter, int]]]
     _numbers: dict[Field, int]
     _updaters: Updaters
@@ -126,7 +129,7 @@ class HomeUpdating:
         made: list[Work] = []
         known: dict[tuple[int, int, float], Scalars] = {}
         for parameter, group in pairs:
-            gradient = home.grads.view(parameter._field)
+            gradient = home.grads.flat(parameter._field)
             if gradient is None:
                 continue
             state = self._states[parameter]
@@ -141,6 +144,7 @@ class HomeUpdating:
         self, home: Home, parameter: HomeParameter, rule: Rule, gradient: torch.Tensor, scalars: Scalars, step: int
     ) -> Work:
         field, state = parameter._field, self._states[parameter]
+        weights, low = home.flat(field)
         ema = None
         if self.ema_decay is not None:
             ema = Ema(average=state[states.EMA].view(-1), decay=self.ema_decay)
@@ -148,17 +152,19 @@ class HomeUpdating:
         flat: dict[str, Any] = {
             "rule": rule,
             "scalars": scalars,
-            "weights": home.weights(field).view(-1),
-            "low": home.low_half(field) if field.is_split else None,
-            "grad": gradient.view(-1),
+            "weights": weights,
+            "low": low,
+            "grad": gradient,
             "ema": ema,
             "key": make_key(self.seed, step, self._numbers[field]),
         }
         if is_lossless:
             moments = tuple(state[f"{one.name}.{states.LOSSLESS}"] for one in rule.states)
             return LosslessSegment(moments=moments, **flat)
-        name = "fp32" if self.moments == states.LOSSLESS else self.moments
-        return Segment(states=states.stored(state, rule, name), **flat)
+        if parameter not in self._stored:
+            name = "fp32" if self.moments == states.LOSSLESS else self.moments
+            self._stored[parameter] = states.stored(state, rule, name)
+        return Segment(states=self._stored[parameter], **flat)
 
     def _run(
         self,

@@ -95,7 +95,11 @@ class GradientLayout:
             total += padded(field.numel)
         return cls(offsets=offsets, numel=total)
 
-    def view(self, flat: torch.Tensor, field: Field) -> torch.Tensor:
-        """The field's gradient (its own shape), viewing `flat` of `numel` elements."""
+    def flat(self, whole: torch.Tensor, field: Field) -> torch.Tensor:
+        """The field's gradient (flat), viewing `whole` of `numel` elements."""
         start = self.offsets[field]
-        return flat[start : start + field.numel].view(field.shape)
+        return whole[start : start + field.numel]
+
+    def view(self, whole: torch.Tensor, field: Field) -> torch.Tensor:
+        """As `flat`, in the field's shape."""
+        return self.flat(whole, field).view(field.shape)

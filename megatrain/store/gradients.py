@@ -151,10 +151,15 @@ class HomeGradients:
         self._total = total
         self.layout, self.touched = merged, frozenset(held) | touched
 
-    def view(self, field: Field) -> torch.Tensor | None:
-        """The field's gradient (its shape; slab dtype, or fp32 after `add`) without `factor`, or None if none came."""
+    def flat(self, field: Field) -> torch.Tensor | None:
+        """The field's gradient (flat; slab dtype, or fp32 after `add`) without `factor`, or None if none came."""
         self.settle()
-        return self._view(field) if field in self.touched else None
+        if field not in self.touched:
+            return None
+        if field in self._apart:
+            return self._apart[field].view(-1)
+        assert self.layout is not None
+        return self.layout.flat(self._slab if self._total is None else self._total, field)
 
     def factor(self, field: Field) -> float:
         """What clipping left to be multiplied into the field's gradient."""
@@ -169,7 +174,7 @@ class HomeGradients:
             scaled.copy_(self._multiplied(field))
 
     def lend(self, field: Field) -> torch.Tensor | None:
-        """The gradient with `factor` multiplied in, for somebody who may change it or hold on to it: as `view` where
+        """The gradient with `factor` multiplied in, for somebody who may change it or hold on to it: itself where
         nothing was clipped, else an fp32 copy. None if none came."""
         self.let_go()
         if field not in self.touched:

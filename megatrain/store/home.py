@@ -55,10 +55,10 @@ class Home:
         self.tiers = tiers
         self.place = place
         self.grad_dtype = grad_dtype
-        self.wire = tiers[place.weights].empty(wire_bytes(fields), pinned=True, owner=f"weights of {name}")
+        wire = tiers[place.weights].empty(wire_bytes(fields), pinned=True, owner=f"weights of {name}")
         num_low = sum(1 for field in fields if field.is_split) and _num_elements(fields)
         owner = f"low halves of {name}"
-        self.low = tiers[place.low].empty(2 * num_low, pinned=place.is_staged, owner=owner).view(torch.int16)
+        self.hold(wire, tiers[place.low].empty(2 * num_low, pinned=place.is_staged, owner=owner).view(torch.int16))
         self.updated = Fence.done()
         self.captured = Fence.done()
         """A checkpoint has what it needs of this home: until then nobody may change it."""
@@ -78,6 +78,12 @@ class Home:
         self.trainable: dict[Field, bool] = dict.fromkeys(fields, True)
         self._layouts: dict[tuple[bool, ...], GradientLayout] = {}
         self._lending = Lending()
+
+    def hold(self, wire: torch.Tensor, low: torch.Tensor) -> None:
+        """The weights (flat uint8) and low halves (flat int16) are there from now on."""
+        # One statement: an interrupt leaves no views of what has left.
+        self._flat: dict[Field, tuple[torch.Tensor, torch.Tensor | None]]
+        self._flat, self.wire, self.low = {}, wire, low
 
     def check_process(self) -> None:
         """Raises RefusedError in a forked process."""
@@ -120,6 +126,13 @@ class Home:
     def weights(self, field: Field) -> torch.Tensor:
         """The compute weights (the field's shape and wire dtype), viewing the home. Wait for `updated` first."""
         return view_field(self.wire, field)
+
+    def flat(self, field: Field) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`weights` flat, and `low_half` or None where there is none: made once, since every update asks for them."""
+        if field not in self._flat:
+            low = self.low_half(field) if field.is_split else None
+            self._flat[field] = self.weights(field).view(-1), low
+        return self._flat[field]
 
     def low_half(self, field: Field) -> torch.Tensor:
         """Low 16 bits of a split master, flat int16, viewing the home."""
@@ -200,7 +213,8 @@ class Home:
         low = self._copied(self.low, "low", place, copy, pinned=place.is_staged)
 
         def take_over() -> None:
-            self.wire, self.low, self.place = wire, low, place
+            self.hold(wire, low)
+            self.place = place
             self.grads.move(self.tiers[place.gradients], self._rooms.get(place.gradients))
 
         return take_over
