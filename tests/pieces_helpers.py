@@ -11,9 +11,12 @@ import torch
 from comparing import gradients, zero_grad
 from model_zoo import VOCAB, Block, make_batch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import megatrain as mt
+from megatrain.execute import engine, templates
 from megatrain.execute.loss_in_pieces import LossInPieces
 from megatrain.plan import cost
 
@@ -27,12 +30,14 @@ WAYS = ("accumulate", "backward")
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def in_pieces_of_five(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def in_pieces_of_five(monkeypatch: pytest.MonkeyPatch, *, compiled: bool = False) -> list[bool]:
     """Pieces of 5 tokens, at every size. The list gets, for each loss in pieces, whether its gradients were taken at
     once."""
     monkeypatch.setattr(cost, "PIECE_TOKENS", 5)
     monkeypatch.setattr(cost, "PIECE_LOGITS", 0)
-    mt.init(device="cpu", logits_in_pieces=True)
+    if compiled:
+        compile_losses_alone(monkeypatch)
+    mt.init(device="cpu", logits_in_pieces=True, compile=compiled)
     found: list[bool] = []
     forward = LossInPieces.forward
 
@@ -42,6 +47,22 @@ def in_pieces_of_five(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(LossInPieces, "forward", recorded)
     return found
+
+
+def compile_losses_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `compile=True` blocks stay as they are. Losses go through all of a compiler but its code generator."""
+    compile_ = lookup_backend("aot_eager_decomp_partition")
+    monkeypatch.setattr(templates, "generate", lambda graph, inputs: compile_(graph, inputs))
+    monkeypatch.setattr(engine, "compile_templates", lambda layers: None)
+    monkeypatch.setattr(cost, "COMPILED_PIECE", 1)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def num_graphs() -> int:
+    """That were compiled since."""
+    assert not counters["graph_break"] and not counters["unimplemented"]
+    return counters["stats"]["unique_graphs"]
 
 
 def rows_of(logits: torch.Tensor, targets: torch.Tensor, **settings: Any) -> torch.Tensor:

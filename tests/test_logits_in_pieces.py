@@ -1,7 +1,9 @@
-"""Cross entropy with the logits of a piece of the tokens at a time: as near to the truth as with whole logits."""
+"""Cross entropy with the logits of a piece of the tokens at a time: as near to the truth as with whole logits, compiled
+and not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from pieces_helpers import (
     assert_near_truth,
     batches,
     in_pieces_of_five,
+    num_graphs,
     rows_of,
     run,
     step,
@@ -28,9 +31,15 @@ from trainer_helpers import Recorder, arguments, llama, rows
 import megatrain as mt
 
 
+@pytest.fixture(params=[False, True], ids=["eager", "compiled"])
+def compiled(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    return in_pieces_of_five(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> Iterator[list[bool]]:
+    yield in_pieces_of_five(monkeypatch, compiled=compiled)
+    assert not compiled or 1 <= num_graphs() <= 4, "two for each kind of loss"
 
 
 LOSSES: dict[str, Loss] = {
@@ -66,8 +75,8 @@ def test_losses_are_as_near_to_the_truth(name: str, way: str, calls: list[bool])
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["plain", "soft-capped", "none"])
-def test_in_bf16(name: str, way: str, calls: list[bool]) -> None:
-    mt.init(device="cpu", precision="bf16", logits_in_pieces=True, grad_dtype="fp32")
+def test_in_bf16(name: str, way: str, calls: list[bool], compiled: bool) -> None:
+    mt.init(device="cpu", precision="bf16", logits_in_pieces=True, grad_dtype="fp32", compile=compiled)
     plain, model = stream(Scored(LOSSES[name]).bfloat16())
     assert_near_truth(plain, model, way, batches())
     assert calls
@@ -169,11 +178,11 @@ def test_under_autocast(way: str, calls: list[bool]) -> None:
         assert (found[name] - gradient).norm() <= 4 * ULP[torch.bfloat16] * gradient.norm(), name
 
 
-def test_the_trainer_trains_and_evaluates_with_it(tmp_path: Path, calls: list[bool]) -> None:
+def test_the_trainer_trains_and_evaluates_with_it(tmp_path: Path, calls: list[bool], compiled: bool) -> None:
     """Evaluation sees whole logits; losses of the steps are those without pieces, to rounding."""
     logs = []
     for in_pieces in (False, True):
-        mt.init(device="cpu", logits_in_pieces=in_pieces)
+        mt.init(device="cpu", logits_in_pieces=in_pieces, compile=compiled)
         recorder = Recorder()
         trainer = mt.Trainer(
             model=llama(),

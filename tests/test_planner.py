@@ -18,7 +18,13 @@ from megatrain.base.config import Config, StreamOptions
 from megatrain.base.errors import UserError
 from megatrain.base.units import GB, GIB
 from megatrain.plan.choice import Choice
-from megatrain.plan.cost import ALLOCATOR_GAPS, working_bytes
+from megatrain.plan.cost import (
+    ALLOCATOR_GAPS,
+    BACKWARD_LAUNCH_SECONDS,
+    FORWARD_LAUNCH_SECONDS,
+    visit_cost,
+    working_bytes,
+)
 from megatrain.plan.explain import bottleneck, conventional_bytes, conventional_state_bytes, memory_table, why_late
 from megatrain.plan.flops import model_work
 from megatrain.plan.machine import Machine
@@ -347,6 +353,29 @@ def test_a_head_in_pieces_takes_what_a_piece_and_its_gradients_take() -> None:
         gradients = 6 * head.matrix_parameters + 2 * rows * 1024 * 3584
         assert head_bytes(spec, rows) == pytest.approx(18 * 2048 * 152064 + gradients, abs=1)
         assert head_bytes(whole, rows) == pytest.approx(24 * rows * 1024 * 152064, abs=1)
+
+
+def test_a_compiled_head_in_pieces_takes_its_logits_once_and_one_sum() -> None:
+    """Pieces of up to 8192 tokens. Not in pieces a compiled head is as any other."""
+    spec = builtin("qwen2.5-7b")
+    head = next(layer for layer in spec.layers if layer.kind == "head")
+    taken = []
+    for rows in (1, 2, 3, 8, 16):
+        work = Workload(num_sequences=64, length=1024, rows=rows)
+        taken.append(int(working_bytes(spec, head, work, rows, compiled=True) / ALLOCATOR_GAPS))
+        if rows < 3:
+            assert taken[-1] == pytest.approx(24 * rows * 1024 * 152064, abs=1)
+            continue
+        gradients = 4 * head.matrix_parameters + 2 * rows * 1024 * 3584
+        assert taken[-1] == pytest.approx(2 * min(rows, 8) * 1024 * 152064 + gradients, abs=1)
+    eager, compiled = (visit_cost(H200, spec, head, work, 16, compiled=each).forward for each in (False, True))
+    # 4 micro-batches in 2 pieces each in place of 8: 8 bytes a logit in place of 36; the sum (8 bytes a
+    # parameter in place of 10, and zeros), and the weights twice in place of three times; launches.
+    bytes_less = (36 - 8) * 65_536 * 152_064
+    bytes_less += 4 * ((80 - 16 - 4) + 2 * (24 - 4)) * head.matrix_parameters
+    launches = BACKWARD_LAUNCH_SECONDS + FORWARD_LAUNCH_SECONDS
+    seconds_less = bytes_less / H200.hbm_bytes_per_second + 4 * 6 * launches / 2
+    assert eager - compiled == pytest.approx(seconds_less)
 
 
 def test_losses_that_read_logits_are_planned_with_whole_ones() -> None:

@@ -238,7 +238,8 @@ def test_pieces_are_where_there_is_more_than_one(monkeypatch: pytest.MonkeyPatch
 def test_sizes_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "PIECE_TOKENS", SIZES[0])
     monkeypatch.setattr(cost, "PIECE_LOGITS", SIZES[1])
-    assert cost.tokens_at_once(152_064) == 2048 and cost.tokens_at_once(8192) == 8192
+    assert cost.tokens_at_once(152_064, compiled=False) == 2048 and cost.tokens_at_once(8192, compiled=False) == 8192
+    assert cost.tokens_at_once(152_064, compiled=True) == 8192 and cost.tokens_at_once(8192, compiled=True) == 32_768
 
 
 def test_a_setting_that_is_none() -> None:

@@ -82,8 +82,8 @@ class Config:
     """Where layers run: "cuda", "cuda:1", "cpu". Left out: CUDA if there is one."""
 
     compile: bool = False
-    """Compile each kind of block with torch.compile. Faster after a start-up of a minute or more; last
-    bits may differ."""
+    """Compile each kind of block with torch.compile, and the loss of logits in pieces. Faster after a start-up of a
+    minute or more; last bits may differ."""
 
     attention: str | None = None
     """Kernel that scaled_dot_product_attention takes inside layers where it can: "flash", "cudnn", "efficient" or
@@ -92,7 +92,7 @@ class Config:
 
     logits_in_pieces: bool | None = None
     """Compute head and cross entropy together, the logits of a piece of the tokens at a time. Equal to whole logits to
-    rounding. Left out: where a micro-batch has more than one piece, 2048 tokens or 2^26 logits. False: never."""
+    rounding. Left out: where a micro-batch has more than 2048 tokens and 2^26 logits. False: never."""
 
     exact: bool | None = None
     """True: micro-batches run as they are given. False: those of one length are merged where nothing couples their rows

@@ -21,6 +21,7 @@ from megatrain.spec.layout import Field, view_field
 from megatrain.store.home import Home
 
 if TYPE_CHECKING:
+    from megatrain.execute.loss_code import LossCodes
     from megatrain.execute.tiles import LayerTiles
 
 
@@ -70,6 +71,9 @@ class StreamedLayer:
         self.modules = list(found.module.modules())
         self.forward = _forward_of(found.module)
         self.compiled: Compiled | None = None
+        self.loss_codes: LossCodes | None = None
+        """Of a head, where the engine compiles."""
+
         self.tiles: LayerTiles | None = None
         self._places = [(use.owner, use.attribute, field) for use, field in uses]
         self.own_modules = [module for module in self.modules if not _is_torchs_own(module)]

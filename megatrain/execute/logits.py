@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.base.errors import UserError
 from megatrain.execute.call import Arguments, Call
+from megatrain.execute.compiled_loss import CompiledLossInPieces
 from megatrain.execute.context import AutocastState
 from megatrain.execute.loss_in_pieces import LossInPieces, LossRule
 from megatrain.execute.passes import wants_gradient
@@ -89,7 +90,7 @@ def logits_later(
         and (hidden.requires_grad or layer.trainable_fields())
     )
     num_tokens = hidden.numel() // max(width, 1)
-    least = 1 if engine.config.logits_in_pieces else 1 + tokens_at_once(vocabulary)
+    least = 1 if engine.config.logits_in_pieces else 1 + tokens_at_once(vocabulary, compiled=False)
     if not is_as_expected or num_tokens < least:
         return None
     head = _Head(engine, layer, vocabulary, autocast, run)
@@ -247,7 +248,8 @@ class _Later:
             dtype=torch.float32 if torch.is_autocast_enabled(self.hidden.device.type) else self.dtype,
         )
         tensors = (self.hidden, targets) if weights is None else (self.hidden, targets, weights)
-        return self.head.call(*tensors, make=functools.partial(LossInPieces, rule=rule))
+        make = CompiledLossInPieces if self.head.engine.config.compile else LossInPieces
+        return self.head.call(*tensors, make=functools.partial(make, rule=rule))
 
 
 _CROSS_ENTROPY = inspect.signature(functional.cross_entropy)

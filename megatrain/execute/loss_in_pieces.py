@@ -49,7 +49,7 @@ class LossRule:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Gradients:
+class PieceGradients:
     """Of the sum of the losses. Kept, they stand where other calls keep a graph."""
 
     inputs: list[torch.Tensor]
@@ -66,12 +66,12 @@ class _Gradients:
             else:
                 self.of_fields[field] = gradient.float()
 
-    def scaled(self, scale: torch.Tensor, fields: list[Field], *, in_place: bool) -> _Gradients:
+    def scaled(self, scale: torch.Tensor, fields: list[Field], *, in_place: bool) -> PieceGradients:
         """Those of the hidden states and of `fields`, times a scalar. in_place: these are not needed any more."""
         multiply = torch.Tensor.mul_ if in_place else torch.mul
         of_hidden = None if self.of_hidden is None else multiply(self.of_hidden, scale)
         of_fields = {field: multiply(self.of_fields[field], scale) for field in fields}
-        return _Gradients(inputs=self.inputs, of_hidden=of_hidden, of_fields=of_fields)
+        return PieceGradients(inputs=self.inputs, of_hidden=of_hidden, of_fields=of_fields)
 
 
 class LossInPieces(Call):
@@ -95,7 +95,7 @@ class LossInPieces(Call):
                 losses, self.kept = self._gradients(params, self.tensors, self.trained, None)
             else:
                 with torch.no_grad():
-                    losses = [self._loss(self._head(params), piece) for piece in self._pieces(self.tensors)]
+                    losses = self._losses(params)
         if torch.is_autocast_enabled(self.engine.device.type):
             torch.clear_autocast_cache()
         if self._rule.reduction == "none":
@@ -130,13 +130,17 @@ class LossInPieces(Call):
             found = kept.scaled(scale, fields, in_place=wants_weights)
         return [found.of_hidden, *[None] * (len(tensors) - 1)], list(found.of_fields.items())
 
+    def _losses(self, params: Views) -> list[torch.Tensor]:
+        """Of the pieces, without gradients."""
+        return [self._loss(self._head(params), piece) for piece in self._pieces(self.tensors)]
+
     def _gradients(
         self, params: Views, tensors: Sequence[torch.Tensor], fields: list[Field], scale: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], _Gradients]:
+    ) -> tuple[list[torch.Tensor], PieceGradients]:
         """Losses of the pieces, and gradients of their sum, each loss times its `scale`: a scalar, or (N,), or None
         for 1."""
         hidden, needs_grad = tensors[0], self.needs_grad[0]
-        found = _Gradients(inputs=list(tensors), of_hidden=torch.empty_like(hidden) if needs_grad else None)
+        found = PieceGradients(inputs=list(tensors), of_hidden=torch.empty_like(hidden) if needs_grad else None)
         own = {field: params[field].detach().requires_grad_(field in fields) for field in params}
         losses, start = [], 0
         for piece in self._pieces(tensors):
@@ -178,10 +182,12 @@ class LossInPieces(Call):
         """Hidden states and targets of some tokens, and the weights of the classes. At least one piece, perhaps of no
         tokens; about equally long."""
         hidden, targets, *weights = tensors
-        most = tokens_at_once(self._fields[0].shape[0])
-        num_pieces = max(1, -(-len(hidden) // most))
+        num_pieces = max(1, -(-len(hidden) // self._tokens_at_once()))
         for of_piece in zip(hidden.tensor_split(num_pieces), targets.tensor_split(num_pieces), strict=True):
             yield [*of_piece, *weights]
+
+    def _tokens_at_once(self) -> int:
+        return tokens_at_once(self._fields[0].shape[0], compiled=False)
 
     def _divisor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the sum of the losses is divided by, a scalar."""

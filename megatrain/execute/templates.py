@@ -91,8 +91,8 @@ def compile_templates(layers: list[StreamedLayer]) -> None:
     _keep_code_between_runs()
     for number, members in enumerate(group_templates(layers).values()):
         forward = members[0].forward
-        plain = _compiled(forward, f"template{number}_forward", Compiler())
-        keeping = {name: _compiled(forward, f"template{number}_{name}", Compiler(budget))
+        plain = compiled(forward, f"template{number}_forward", Compiler())
+        keeping = {name: compiled(forward, f"template{number}_{name}", Compiler(budget))
                    for name, budget in KEEPS.items()}  # fmt: skip
         for layer in members:
             layer.compiled = Compiled(plain, keeping)
@@ -140,9 +140,11 @@ def _keep_code_between_runs() -> None:
         os.environ[_CODE_FOLDER] = str(folder)
 
 
-def _compiled(forward: Callable[..., Any], name: str, compiler: Compiler) -> Callable[..., Any]:
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(module, *args, **kwargs)
+def compiled(function: Callable[..., Any], name: str, compiler: Compiler) -> Callable[..., Any]:
+    """It compiled, under a code object of its own with that name."""
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(first, *args, **kwargs)
 
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
     return torch.compile(own, backend=compiler)

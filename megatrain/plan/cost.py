@@ -75,6 +75,15 @@ at 316 (estimated). Fewer save little: the sum and a piece's gradient are 6 byte
 152k and a width of 3584 as much as the logits of 1200 tokens at `LOGIT_BYTES`."""
 PIECE_LOGITS = 1 << 26
 """Where the vocabulary is so small that these are more tokens than that: 1.2 GB at `LOGIT_BYTES`."""
+COMPILED_PIECE = 4
+"""Times as many tokens has a piece whose loss is compiled. It holds a logit once, in the compute dtype, and then its
+gradient in that place: 2.5 GB of a vocabulary of 152k in bf16, against 5.6 GB of a piece that is not compiled. The sum
+of the gradients then takes a fortieth of the time of the products (estimated, as above)."""
+COMPILED_LOGIT_PASSES = 4
+"""In which these numbers pass through device memory, beside the products: read for maximum, sum and gradient, and
+written as that."""
+COMPILED_SUM_BYTES = 8
+"""Of the gradients' sum, read and written, a parameter and piece."""
 
 MERGED_TOKENS = 16384
 """Of a micro-batch that several are merged into, at most, where nothing was planned: 16 x 1024, with which the layer
@@ -122,13 +131,10 @@ def visit_cost(
     products = 2 * layer.matrix_parameters * tokens / rate
     weights = wire_bytes(home.fields) / machine.hbm_bytes_per_second
     if layer.kind == "head":
-        num_pieces = pieces_of(spec, layer, rows * workload.length)
-        logits = LOGIT_TRAFFIC_BYTES * spec.vocabulary_size * tokens / machine.hbm_bytes_per_second
-        launches = (FORWARD_LAUNCH_SECONDS + BACKWARD_LAUNCH_SECONDS) / 2
-        # Each piece adds to a sum of the micro-batch; that is scaled, and added to the sum of the pass.
-        sums *= 1 if num_pieces == 1 else num_pieces + 2
-        of_pieces = num_micro * num_pieces * (3 * weights + launches)
-        return VisitCost(forward=3 * products + of_pieces + logits + sums, backward=0.0)
+        around = _around_products(spec, layer, workload, rows, compiled=compiled) / machine.hbm_bytes_per_second
+        launches = num_micro * _num_pieces(spec, layer, rows * workload.length, compiled=compiled)
+        launches *= (FORWARD_LAUNCH_SECONDS + BACKWARD_LAUNCH_SECONDS) / 2
+        return VisitCost(forward=3 * products + launches + around, backward=0.0)
     weights *= num_micro
     attention = 0.0
     if layer.attention is not None:
@@ -157,6 +163,24 @@ def visit_cost(
     return VisitCost(forward=forward, backward=again, kept=kept)
 
 
+def _around_products(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> float:
+    """Bytes that pass through device memory around a head's matrix products, in all micro-batches."""
+    home, num_micro = spec.homes[layer.home], -(-workload.num_sequences // rows)
+    micro_tokens = rows * workload.length
+    num_logits = spec.vocabulary_size * workload.num_tokens
+    num_pieces = _num_pieces(spec, layer, micro_tokens, compiled=compiled)
+    if not is_in_pieces(spec, layer, micro_tokens):
+        sums, weights, of_logit = SUM_TRAFFIC_BYTES, 3, LOGIT_TRAFFIC_BYTES
+    elif compiled:
+        # No gradient of a piece exists: the sum is filled with zeros first.
+        sums = num_pieces * COMPILED_SUM_BYTES + 4 + 2 * SUM_TRAFFIC_BYTES
+        weights, of_logit = 2 * num_pieces, COMPILED_LOGIT_PASSES * compute_bytes(spec)
+    else:
+        # Each piece adds to a sum of the micro-batch; that is scaled, and added to the sum of the pass.
+        sums, weights, of_logit = (num_pieces + 2) * SUM_TRAFFIC_BYTES, 3 * num_pieces, LOGIT_TRAFFIC_BYTES
+    return num_micro * (sums * home.numel + weights * wire_bytes(home.fields)) + of_logit * num_logits
+
+
 def attention_rate(machine: Machine, spec: ModelSpec, length: int, rate: float) -> float:
     """FLOPs a second of attention over sequences of that length: as it was measured at the nearest one. rate: of
     matrix products."""
@@ -165,9 +189,11 @@ def attention_rate(machine: Machine, spec: ModelSpec, length: int, rate: float) 
     return ATTENTION_SHARE * rate if nearest is None else known[nearest]
 
 
-def tokens_at_once(vocabulary: int) -> int:
-    """Of a micro-batch, whose logits are made in one piece."""
-    return max(PIECE_TOKENS, PIECE_LOGITS // vocabulary)
+def tokens_at_once(vocabulary: int, *, compiled: bool) -> int:
+    """Of a micro-batch, whose logits are made in one piece. A micro-batch of no more than these (not compiled) has its
+    logits whole, compiled or not."""
+    tokens = max(PIECE_TOKENS, PIECE_LOGITS // vocabulary)
+    return COMPILED_PIECE * tokens if compiled else tokens
 
 
 def tokens_of_tile(setting: int | bool | None, rows: int, length: int) -> int | None:
@@ -182,11 +208,17 @@ def tokens_of_tile(setting: int | bool | None, rows: int, length: int) -> int | 
     return tile if is_on and length > tile else None
 
 
-def pieces_of(spec: ModelSpec, layer: LayerSpec, tokens: int) -> int:
-    """In which a head makes the logits of a micro-batch; 1: whole, the gradients on a graph of their own."""
-    if not (layer.has_plain_logits and spec.vocabulary_size):
+def is_in_pieces(spec: ModelSpec, layer: LayerSpec, tokens: int) -> bool:
+    """Whether a head makes the logits of a micro-batch in pieces (be it one); else whole, with a graph of their own."""
+    is_plain = layer.has_plain_logits and spec.vocabulary_size > 0
+    return is_plain and tokens > tokens_at_once(spec.vocabulary_size, compiled=False)
+
+
+def _num_pieces(spec: ModelSpec, layer: LayerSpec, tokens: int, *, compiled: bool) -> int:
+    """Of the logits of a micro-batch; 1 where they are whole."""
+    if not is_in_pieces(spec, layer, tokens):
         return 1
-    return max(1, -(-tokens // tokens_at_once(spec.vocabulary_size)))
+    return -(-tokens // tokens_at_once(spec.vocabulary_size, compiled=compiled))
 
 
 def compute_bytes(spec: ModelSpec) -> int:
@@ -243,11 +275,13 @@ def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: i
     """Device memory of a layer at work on one micro-batch: its activations, those of some tiles and what is there for
     all tokens, or its logits and what is summed over their pieces."""
     tokens = rows * workload.length
-    if layer.kind == "head" and pieces_of(spec, layer, tokens) > 1:
+    if layer.kind == "head" and is_in_pieces(spec, layer, tokens):
         # The longest piece that there is, so that more tokens never take less.
-        logit_bytes = LOGIT_BYTES * tokens_at_once(spec.vocabulary_size) * spec.vocabulary_size
-        # Gradients: of the weights, the fp32 sum and a piece's; of the hidden states.
-        gradient_bytes = (4 + compute_bytes(spec)) * layer.matrix_parameters
+        piece_tokens = min(tokens, tokens_at_once(spec.vocabulary_size, compiled=compiled))
+        of_logit = compute_bytes(spec) if compiled else LOGIT_BYTES
+        logit_bytes = of_logit * piece_tokens * spec.vocabulary_size
+        # Gradients: of the weights, the fp32 sum and, not compiled, a piece's; of the hidden states.
+        gradient_bytes = (4 + (0 if compiled else compute_bytes(spec))) * layer.matrix_parameters
         gradient_bytes += compute_bytes(spec) * tokens * spec.hidden_size
         return int(ALLOCATOR_GAPS * (logit_bytes + gradient_bytes))
     if layer.kind == "head":
