@@ -28,6 +28,7 @@ from gpu_compiled import check_compiled, check_kept_in_part, run_layer
 from gpu_figures import FIGURES, OFFLOAD_DIR, run_figures
 from gpu_link import check_throttle, check_waits
 from gpu_long import run_long
+from gpu_loss import check_compiled_pieces, check_loss_code, check_sums
 from gpu_merging import check_merged
 from gpu_models import gemma, llama, mixtral
 from gpu_running import run_checks
@@ -252,6 +253,11 @@ def run_correctness() -> bool:
         "kept insides and groups bf16 dropout": lambda: check_kept(lambda: llama(0.1), "bf16"),
         "kept insides and groups mixtral bf16": lambda: check_kept(mixtral, "bf16"),
         "head and loss in pieces": check_pieces,
+        "products added to a sum in fp32": check_sums,
+        "compiled loss": check_loss_code,
+        "compiled head and loss in pieces fp32": lambda: check_compiled_pieces("fp32", is_tied=False),
+        "compiled head and loss in pieces bf16": lambda: check_compiled_pieces("bf16", is_tied=False),
+        "compiled head and loss in pieces bf16, tied": lambda: check_compiled_pieces("bf16", is_tied=True),
         "merged micro-batches fp32": lambda: check_merged("fp32"),
         "merged micro-batches bf16": lambda: check_merged("bf16"),
         "verify_transfers": check_verified,
