@@ -89,6 +89,18 @@ def test_its_bytes_a_parameter_are_those_of_its_settings(script: ModuleType, nam
 
 
 @pytest.mark.parametrize("name", SHAPES)
+def test_its_head_names_all_that_is_lossy_and_nothing_else(script: ModuleType, name: str) -> None:
+    engine = script.recipe_of(name).engine
+    lossy = re.search(r"^# LOSSY: (.*)$", head_of(name), re.MULTILINE)[1]
+    assert ("bf16 masters" in lossy) == (engine.master == "bf16")
+    assert [bits for bits in ("4bit", "8bit") if f"moments in {bits[0]} bits" in lossy] == (
+        [] if engine.moments == "fp32" else [engine.moments]
+    )
+    assert ("gradients sent home in bf16" in lossy) == (engine.grad_dtype is None)
+    assert ("Another algorithm" in head_of(name)) == (engine.clip == "layer")
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_its_shape_has_room_for_the_ids_of_its_tokenizer(script: ModuleType, name: str) -> None:
     model = script.recipe_of(name).model
     assert model.tokenizer == "HuggingFaceTB/SmolLM2-135M-Instruct"
