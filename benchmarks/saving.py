@@ -4,15 +4,19 @@
 
 Prints what each checkpoint says of itself (bytes, seconds, pause predicted and measured) and, for each way, the wall
 time from the end of the first step to that of the last, and what a checkpoint adds to it. The one behind the last step
-is not in it.
+is not in it. At first, what the disk gives to plain threads that write new files past the page cache in blocks of the
+same size: as they grow, and with their space reserved before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
+import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,11 @@ from transformers import TrainerCallback, TrainingArguments
 import megatrain as mt
 from megatrain.bench.work import empty_model, random_values
 from megatrain.planning import outline_model
+from megatrain.save.checkpoints import PIECE_BYTES
+from megatrain.save.tensor_files import DISK_CALLS
 
 WAYS = ("none", "waiting", "beside")
+PLAIN_BYTES, PLAIN_THREADS = 4 * 2**30, 4
 
 
 class Clock(TrainerCallback):
@@ -34,6 +41,25 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
+
+
+def plain_rate(folder: Path, *, is_reserved: bool) -> float:
+    """GB/s."""
+    path, block = folder / "plain", mmap.mmap(-1, PIECE_BYTES)
+    torch.frombuffer(block, dtype=torch.int64).random_()  # some disks are faster with zeros
+    offsets = range(0, PLAIN_BYTES, PIECE_BYTES)
+    started = time.perf_counter()
+    fd = DISK_CALLS.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+    try:
+        if is_reserved:
+            DISK_CALLS.reserve(fd, 0, PLAIN_BYTES)
+        with ThreadPoolExecutor(PLAIN_THREADS) as pool:
+            list(pool.map(lambda offset: DISK_CALLS.write(fd, memoryview(block), offset), offsets))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+        path.unlink()
+    return 1e-9 * PLAIN_BYTES / (time.perf_counter() - started)
 
 
 def run(args: argparse.Namespace, model: torch.nn.Module, way: str) -> float:
@@ -75,6 +101,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    plain = {f"reserved: {flag}": round(plain_rate(args.folder, is_reserved=flag), 2) for flag in (False, True)}
+    print(f"plain threads, GB/s: {plain}", flush=True)
     seconds = {}
     for way in args.ways:
         moments = False if args.moments == "fp32" else args.moments
@@ -92,6 +121,7 @@ def main() -> None:
                 "args": {name: str(value) for name, value in vars(args).items()},
                 "seconds": {way: round(value, 2) for way, value in seconds.items()},
                 "num_saves": num_saves,
+                "plain_gb_per_second": plain,
                 "added_seconds_a_save": {way: round(value, 2) for way, value in added.items()},
             }
         )
