@@ -98,7 +98,7 @@ def test_compiled_layers_train_as_eager_ones_do_whatever_they_keep(
     assert {name: len(found) for name, found in kept.items()} == dict.fromkeys(KEEPS, 3 * 2 - 1)
     # A plan knows how much that is before anything runs.
     spec = spec_of(model, engine_of(model).formats)
-    predicted = kept_bytes(spec, spec.layers[1], compiled=True)
+    predicted = kept_bytes(spec, spec.layers[1], 9, compiled=True)
     for name, tolerance in (("input", 0), ("products", 0.05), ("all", 0.1)):
         assert kept[name] == pytest.approx([predicted[name] / spec.hidden_size] * 5, rel=tolerance), name
 

@@ -45,7 +45,7 @@ def choice(planner: Planner, **numbers: object) -> Choice:
 
 def test_what_a_block_keeps_is_counted_in_place_of_its_input() -> None:
     a_plan = planner()
-    each = inside_bytes(a_plan.spec, a_plan.spec.layers[1], "all", STEP.num_tokens, compiled=False)
+    each = inside_bytes(a_plan.spec, a_plan.spec.layers[1], "all", STEP.num_tokens, STEP.length, compiled=False)
     none, some = (a_plan.maker.timeline(choice(a_plan, kept=Kept(kept), activation_bytes=2**60)) for kept in (0, 5))
     an_input = 2 * STEP.num_tokens * a_plan.spec.hidden_size
     assert some.peak("hbm") == none.peak("hbm") + 5 * (each - an_input)
@@ -164,7 +164,7 @@ def test_what_a_compiled_layer_keeps_and_takes_is_predicted_as_measured() -> Non
     others = BACKWARD_LAUNCH_SECONDS + SUM_TRAFFIC_BYTES * spec.homes[layer.home].numel / H200.hbm_bytes_per_second
     for keeps, (kept_kb, tflops) in MEASURED_LAYER.items():
         if keeps is not None:
-            assert kept_bytes(spec, layer, compiled=True)[keeps] / 1e3 == pytest.approx(kept_kb, rel=0.03), keeps
+            assert kept_bytes(spec, layer, 1024, compiled=True)[keeps] / 1e3 == pytest.approx(kept_kb, rel=0.03), keeps
         assert flops / (sum(cost.seconds(keeps)) - others) / 1e12 == pytest.approx(tflops, rel=0.03), keeps
     seconds = [sum(cost.seconds(keeps)) for keeps in MEASURED_LAYER]
     assert seconds == sorted(seconds), "the more is kept the faster"
@@ -210,7 +210,7 @@ def test_blocks_with_dropout_keep_all_or_nothing() -> None:
         config = GPT2Config(n_embd=512, n_head=8, n_layer=4, resid_pdrop=share, attn_pdrop=0.0, embd_pdrop=0.0)
         with torch.device("meta"):
             spec = model_spec(GPT2LMHeadModel(config).to(torch.bfloat16), SPLIT, "gpt2")
-        assert kept_bytes(spec, spec.layers[3], compiled=True).keys() == names
+        assert kept_bytes(spec, spec.layers[3], 1024, compiled=True).keys() == names
         a_plan = compiled_planner(5, workload=Workload(num_sequences=64, length=1024, rows=8), spec=spec)
         found = [kept for gb in (3, 4, 5, 8) for kept in a_plan.maker.most_kept(choice(a_plan), gb * GB)]
         assert {name for kept in found for name, count in kept._asdict().items() if count} == names, found

@@ -72,11 +72,11 @@ def test_what_tiles_take_adds_up() -> None:
     spec = in_tiles(builtin("qwen2.5-7b"))
     layer = next(layer for layer in spec.layers if layer.kind == "block")
     # 4 hidden states; 28 heads of queries and their results, 4 of keys and values, of 128.
-    assert whole_bytes(spec, layer) == 2 * (4 * 3584 + 28 * 256 + 4 * 256)
+    assert whole_bytes(spec, layer, 1024) == 2 * (4 * 3584 + 28 * 256 + 4 * 256)
     work = Workload(num_sequences=1, length=1 << 17)
     mlp = 4 * 3 * 3584 * 18944
     whole_tile = working_bytes(builtin("qwen2.5-7b"), layer, work, 1, compiled=False) / ALLOCATOR_GAPS / work.length
-    expected = work.length * (whole_bytes(spec, layer) + 2 * 2 * 3584) + 2 * 4096 * whole_tile + mlp
+    expected = work.length * (whole_bytes(spec, layer, work.length) + 2 * 2 * 3584) + 2 * 4096 * whole_tile + mlp
     assert working_bytes(spec, layer, work, 1, compiled=False) == pytest.approx(ALLOCATOR_GAPS * expected, rel=1e-6)
     lengths = [Workload(num_sequences=1, length=length) for length in range(LONG_ROW_TOKENS + 1, 1 << 18, 7777)]
     taken = [working_bytes(spec, layer, work, 1, compiled=False) for work in lengths]
@@ -100,7 +100,7 @@ def test_what_is_kept_around_tiles_is_what_a_run_keeps() -> None:
         peaks.append(live.peak)
     a_token = (peaks[1] - peaks[0]) / (lengths[1] - lengths[0])
     (layer,) = (layer for layer in spec.layers if layer.kind == "block")
-    kept, passing = whole_bytes(spec, layer), 4 * 2 * 64
+    kept, passing = whole_bytes(spec, layer, lengths[1]), 4 * 2 * 64
     assert 0.95 * kept < a_token < 1.05 * (kept + passing)
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatrain.execute.context import without_saved_tensor_hooks
+from megatrain.spec.kept import SavedTensors
 
 if TYPE_CHECKING:
     from megatrain.execute.layer import StreamedLayer, Views
@@ -62,7 +63,7 @@ class InsidesStore:
         self.kept_bytes = self.most_kept_bytes = 0
         self.num_kept = 0
         self._bytes_per_element: dict[str, float] = {}
-        """By layer: of what it kept last, for each element of its arguments."""
+        """By layer: of what it kept last, for each element of its hidden state."""
         self._is_fit: dict[Kind, bool] = {}
         """By kind, once one of it was tried."""
 
@@ -124,7 +125,7 @@ class Insides:
         self.num_elements = _num_elements(arguments)
         self._store, self._is_counted = store, False
         # Masks and positions are there anyway, for all layers.
-        self._seen = {_storage(tensor) for tensor in arguments if not tensor.requires_grad}
+        self._saved = SavedTensors(tensor for tensor in arguments if not tensor.requires_grad)
         self._views: Views | None = None
         self._versions: list[int] = []
 
@@ -138,7 +139,7 @@ class Insides:
 
     def settle(self, outputs: Sequence[torch.Tensor]) -> None:
         """After the forward."""
-        self._seen.clear()
+        self.num_bytes = self._saved.num_bytes()
         self._versions = [output._version for output in outputs]
         self._store.count(self)
         self._is_counted = True
@@ -171,12 +172,7 @@ class Insides:
         if views.hold(tensor):
             offset = (tensor.data_ptr() - views.weights.data_ptr()) // tensor.element_size()
             return _Note(tensor.dtype, offset, tensor.shape, tensor.stride())
-        storage = _storage(tensor)
-        if storage not in self._seen:
-            self._seen.add(storage)
-            self.num_bytes += storage.num_bytes
-        # Without its graph: a result that is saved by the very operation that made it would hold itself.
-        return tensor.detach()
+        return self._saved.pack(tensor)
 
     def _unpack(self, saved: torch.Tensor | _Note) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
@@ -187,17 +183,7 @@ class Insides:
         return whole.as_strided(saved.shape, saved.strides, whole.storage_offset() + saved.offset)
 
 
-class _Storage(NamedTuple):
-    address: int
-    num_bytes: int
-
-
-def _storage(tensor: torch.Tensor) -> _Storage:
-    if tensor.layout is not torch.strided:
-        return _Storage(id(tensor), tensor.numel() * tensor.element_size())
-    storage = tensor.untyped_storage()
-    return _Storage(storage.data_ptr(), storage.nbytes())
-
-
 def _num_elements(arguments: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() for tensor in arguments if tensor.requires_grad)
+    """Of the first one that has a gradient, the hidden state. Behind it come more and more from layer to layer, where a
+    model fills a cache of keys and values."""
+    return next((tensor.numel() for tensor in arguments if tensor.requires_grad), 0)

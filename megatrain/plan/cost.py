@@ -4,7 +4,8 @@ A layer's time is a sum: matrix products at the machine's rate, attention at its
 pass through device memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a
 multiple of the activations that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024
 tokens on an H200 (forward 581, forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a
-token eager, 159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md).
+token eager, 159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md). How many they are is counted
+(`spec/kept.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ ATTENTION_BACKWARD = 2.5
 
 KEPT_PER_OUTPUT = 2.0
 KEPT_PER_HIDDEN = 5.5
-"""Numbers (of the compute dtype) that the backward of a layer keeps, a token: so many for each output of its matrix
-products, and for each element of the hidden state. Qwen2-7B: 238 KB in bf16, against 233 measured."""
-COMPILED_ACTIVATIONS = 0.68
-PRODUCTS_PASSES = 0.55
+"""Numbers (of the compute dtype) that the backward of a layer keeps, a token, where they could not be counted: so many
+for each output of its matrix products, and for each element of the hidden state. Qwen2-7B: 238 KB in bf16, against 225
+counted and 233 measured."""
+COMPILED_ACTIVATIONS = 0.70
+"""Of what is kept not compiled."""
+PRODUCTS_PASSES = 0.58
 """Activations that pass through device memory in a backward that finds products alone and computes the rest again."""
 LAST_PRODUCT = 0.28
 """Of a forward's products, that of its last one, of which no backward needs the result. Both as measured: 629 TFLOPS
@@ -49,8 +52,8 @@ TRIED_TILES = 2
 TILE_TRAFFIC_BYTES = 12
 """A parameter and tile: its gradient written, read, and added to the sum in fp32."""
 
-FORWARD_PASSES = {False: 3.2, True: 0.4}
-BACKWARD_PASSES = {False: 9.7, True: 5.7}
+FORWARD_PASSES = {False: 3.4, True: 0.42}
+BACKWARD_PASSES = {False: 10.2, True: 6.0}
 """Activations that pass through device memory beside matrix products, in layers' activations; by `compile`."""
 
 FORWARD_LAUNCH_SECONDS = 0.3e-3
@@ -140,7 +143,7 @@ def visit_cost(
     if layer.attention is not None:
         pairs = workload.num_sequences * layer.attention.num_pairs(workload.length)
         attention = 2 * layer.attention.width * pairs / attention_rate(machine, spec, workload.length, rate)
-    passing = activation_bytes(spec, layer, compiled=False) * tokens / machine.hbm_bytes_per_second
+    passing = activation_bytes(spec, layer, workload.length, compiled=False) * tokens / machine.hbm_bytes_per_second
     forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
     backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
     if tile := tile_of(spec, layer, rows, workload.length):
@@ -151,7 +154,7 @@ def visit_cost(
     again = forward + backward + sums + num_micro * BACKWARD_LAUNCH_SECONDS
     once = backward + sums + num_micro * (BACKWARD_LAUNCH_SECONDS - FORWARD_LAUNCH_SECONDS)
     forward += num_micro * FORWARD_LAUNCH_SECONDS
-    num_bytes = kept_bytes(spec, layer, compiled=compiled)
+    num_bytes = kept_bytes(spec, layer, workload.length, compiled=compiled)
     # Compiled code that keeps nothing writes nothing.
     written = {
         name: num * tokens / machine.hbm_bytes_per_second if compiled else 0.0 for name, num in num_bytes.items()
@@ -226,17 +229,23 @@ def compute_bytes(spec: ModelSpec) -> int:
     return 2 if spec.formats.precision == "bf16" else 4
 
 
-def activation_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool) -> float:
-    """Kept inside a layer for its backward, a token."""
-    numbers = KEPT_PER_OUTPUT * layer.output_width + KEPT_PER_HIDDEN * spec.hidden_size
-    return compute_bytes(spec) * numbers * (COMPILED_ACTIVATIONS if compiled else 1.0)
+def activation_bytes(spec: ModelSpec, layer: LayerSpec, length: int, *, compiled: bool) -> float:
+    """Kept inside a layer for its backward, a token of rows of `length`."""
+    if layer.kept is None:
+        num_bytes = compute_bytes(spec) * (KEPT_PER_OUTPUT * layer.output_width + KEPT_PER_HIDDEN * spec.hidden_size)
+    else:
+        num_bytes = layer.kept.per_token(length)
+    return num_bytes * (COMPILED_ACTIVATIONS if compiled else 1.0)
 
 
-def kept_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool, is_tiled: bool = False) -> dict[str, float]:
-    """Of a block that keeps something of what it computes inside, a token; by what it can keep. Not compiled, or where
-    it draws random numbers, which a backward that computes again would not draw once more: all. In tiles, what is there
-    for all tokens."""
-    kept = {"all": whole_bytes(spec, layer) if is_tiled else activation_bytes(spec, layer, compiled=compiled)}
+def kept_bytes(
+    spec: ModelSpec, layer: LayerSpec, length: int, *, compiled: bool, is_tiled: bool = False
+) -> dict[str, float]:
+    """Of a block that keeps something of what it computes inside, a token of rows of `length`; by what it can keep. Not
+    compiled, or where it draws random numbers, which a backward that computes again would not draw once more: all. In
+    tiles, what is there for all tokens."""
+    whole = activation_bytes(spec, layer, length, compiled=compiled)
+    kept = {"all": whole_bytes(spec, layer, length) if is_tiled else whole}
     if compiled and not layer.has_dropout:
         # Nobody needs what the last product gives, but the layer's input.
         attention = layer.attention
@@ -246,10 +255,12 @@ def kept_bytes(spec: ModelSpec, layer: LayerSpec, *, compiled: bool, is_tiled: b
     return kept
 
 
-def whole_bytes(spec: ModelSpec, layer: LayerSpec) -> float:
-    """Kept for its backward around the tiles of a layer that runs in them, a token."""
+def whole_bytes(spec: ModelSpec, layer: LayerSpec, length: int) -> float:
+    """Kept for its backward around the tiles of a layer that runs in them, a token of rows of `length`."""
     assert layer.attention is not None, "a layer that may run in tiles"
-    return compute_bytes(spec) * (WHOLE_PER_HIDDEN * spec.hidden_size + layer.attention.whole_width)
+    of_pairs = [activation_bytes(spec, layer, tokens, compiled=False) for tokens in (0, length)]
+    whole = compute_bytes(spec) * (WHOLE_PER_HIDDEN * spec.hidden_size + layer.attention.whole_width)
+    return whole + of_pairs[1] - of_pairs[0]
 
 
 def tiled_parameters(spec: ModelSpec, layer: LayerSpec) -> int:
@@ -264,11 +275,18 @@ def tile_of(spec: ModelSpec, layer: LayerSpec, rows: int, length: int) -> int | 
 
 
 def inside_bytes(
-    spec: ModelSpec, layer: LayerSpec, keeps: str, num_tokens: int, *, compiled: bool, is_tiled: bool = False
+    spec: ModelSpec,
+    layer: LayerSpec,
+    keeps: str,
+    num_tokens: int,
+    length: int,
+    *,
+    compiled: bool,
+    is_tiled: bool = False,
 ) -> int:
-    """Device memory of what a block keeps of so many tokens, its input among it."""
+    """Device memory of what a block keeps of so many tokens in rows of `length`, its input among it."""
     gaps = 1.0 if keeps == "input" else ALLOCATOR_GAPS
-    return int(gaps * num_tokens * kept_bytes(spec, layer, compiled=compiled, is_tiled=is_tiled)[keeps])
+    return int(gaps * num_tokens * kept_bytes(spec, layer, length, compiled=compiled, is_tiled=is_tiled)[keeps])
 
 
 def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: int, *, compiled: bool) -> int:
@@ -288,11 +306,12 @@ def working_bytes(spec: ModelSpec, layer: LayerSpec, workload: Workload, rows: i
         is_one = rows >= workload.num_sequences
         logit_bytes = LOGIT_BYTES + (0 if is_one else EARLIER_LOGIT_BYTES)
         return int(ALLOCATOR_GAPS * tokens * spec.vocabulary_size * logit_bytes)
-    numbers = activation_bytes(spec, layer, compiled=compiled) if layer.kind == "block" else 0
+    numbers = activation_bytes(spec, layer, workload.length, compiled=compiled) if layer.kind == "block" else 0
     if tile := tile_of(spec, layer, rows, workload.length):
         passing = compute_bytes(spec) * PASSING_PER_HIDDEN * spec.hidden_size
+        numbers = activation_bytes(spec, layer, 0, compiled=compiled)
         of_tiles = min(tokens, TRIED_TILES * rows * tile) * numbers + 4 * tiled_parameters(spec, layer)
-        return int(ALLOCATOR_GAPS * (tokens * (whole_bytes(spec, layer) + passing) + of_tiles))
+        return int(ALLOCATOR_GAPS * (tokens * (whole_bytes(spec, layer, workload.length) + passing) + of_tiles))
     return int(ALLOCATOR_GAPS * tokens * numbers)
 
 

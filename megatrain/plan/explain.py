@@ -26,7 +26,8 @@ def conventional_bytes(plan: Plan) -> dict[str, int]:
     """Row -> bytes that plain PyTorch would need on the device, with all activations of one sequence."""
     spec = with_whole_logits(plan.spec)
     one = dataclasses.replace(plan.workload, num_sequences=1, rows=1)
-    kept = sum(activation_bytes(spec, layer, compiled=False) for layer in spec.layers if layer.kind == "block")
+    blocks = [layer for layer in spec.layers if layer.kind == "block"]
+    kept = sum(activation_bytes(spec, layer, one.length, compiled=False) for layer in blocks)
     head = max(
         (working_bytes(spec, layer, one, 1, compiled=False) for layer in spec.layers if layer.kind == "head"), default=0
     )

@@ -100,6 +100,7 @@ class Plan:
                 spec.layers[index],
                 keeps,
                 num_tokens,
+                length,
                 compiled=self.config.compile,
                 is_tiled=tile_of(spec, spec.layers[index], rows, length) is not None,
             )

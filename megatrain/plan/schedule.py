@@ -345,7 +345,7 @@ def visit_costs(machine: Machine, spec: ModelSpec, workload: Workload, rows: int
     costs = []
     for layer in spec.layers:
         numel = spec.homes[layer.home].numel
-        kind = layer.kind, layer.has_dropout, layer.may_tile
+        kind = layer.kind, layer.has_dropout, layer.may_tile, layer.kept
         key = (kind, layer.matrix_parameters, layer.output_width, layer.attention, numel)
         if key not in known:
             known[key] = visit_cost(machine, spec, layer, workload, rows, compiled=compiled)

@@ -113,7 +113,9 @@ class TimelineMaker:
         self._last_beside: tuple[Any, Any, tuple[int, list[int], list[int]]] | None = None
         blocks = [layer for layer in spec.layers if layer.kind == "block"]
         self._num_blocks = len(blocks)
-        self._may_keep_less = all(len(kept_bytes(spec, layer, compiled=compiled)) > 1 for layer in blocks)
+        self._may_keep_less = all(
+            len(kept_bytes(spec, layer, workload.length, compiled=compiled)) > 1 for layer in blocks
+        )
         self._waiting = self._gradient_moments()
 
     def input_bytes(self, choice: Choice) -> int:
@@ -255,11 +257,13 @@ class TimelineMaker:
         return _Activations(*([*curve, *reversed(curve)] for curve in up))
 
     def _inside_bytes(self, layer: LayerSpec, keeps: str, num_tokens: int, rows: int) -> int:
-        is_tiled = tile_of(self._spec, layer, rows, self._workload.length) is not None
-        key = layer.output_width, layer.attention, keeps, num_tokens, is_tiled
+        length = self._workload.length
+        is_tiled = tile_of(self._spec, layer, rows, length) is not None
+        key = layer.output_width, layer.attention, layer.kept, keeps, num_tokens, is_tiled
         if key not in self._known_insides:
-            known = inside_bytes(self._spec, layer, keeps, num_tokens, compiled=self._compiled, is_tiled=is_tiled)
-            self._known_insides[key] = known
+            self._known_insides[key] = inside_bytes(
+                self._spec, layer, keeps, num_tokens, length, compiled=self._compiled, is_tiled=is_tiled
+            )
         return self._known_insides[key]
 
     def _gradient_moments(self) -> list[tuple[int, int]]:
@@ -295,7 +299,7 @@ class TimelineMaker:
         known: dict[object, int] = {}
         curve = []
         for layer in self._spec.layers:
-            key = layer.kind, layer.output_width, layer.matrix_parameters, layer.attention, layer.may_tile
+            key = layer.kind, layer.output_width, layer.matrix_parameters, layer.attention, layer.may_tile, layer.kept
             if key not in known:
                 known[key] = working_bytes(self._spec, layer, self._workload, rows, compiled=self._compiled)
             curve.append(known[key])

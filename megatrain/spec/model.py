@@ -1,7 +1,8 @@
 """What planning needs to know of a model: homes, the order of visits, and what a token costs in each. Shapes only.
 
 A model on the meta device is enough; nothing is allocated. Active shares of experts and the kinds of attention come
-from the transformers config, where there is one; everything else from the modules themselves.
+from the transformers config, where there is one; what blocks keep inside for their backward from a forward on the meta
+device (`kept.py`); everything else from the modules themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from megatrain.spec.discover import FoundLayer, find_layers, is_plain_linear
 from megatrain.spec.homes import Formats, HomePlan, plan_homes
+from megatrain.spec.kept import KeptInside, kept_inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,9 @@ class LayerSpec:
     may_tile: bool = False
     """All but its attention does each token alone, as far as the modules tell: no experts, no dropout."""
 
+    kept: KeptInside | None = None
+    """Inside a block for its backward, its input too, where it is not compiled; None: not known."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelSpec:
@@ -126,6 +131,7 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
     home_of = {id(layer): index for index, home in enumerate(homes) for layer in home.layers}
     share = active_share(config)
     attentions = attention_layers(config)
+    kept = _kept_inside(model, found, homes, attentions)
     layers, num_blocks = [], 0
     for layer in found:
         attention = None
@@ -144,6 +150,7 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
                 has_plain_logits=layer.kind == "head" and is_plain_linear(layer.module),
                 has_dropout=_has_dropout(layer.module),
                 may_tile=attention is not None and _may_tile(layer.module),
+                kept=kept.get(layer.name),
             )
         )
     heads = [layer.module for layer in found if layer.kind == "head" and isinstance(layer.module, nn.Linear)]
@@ -160,6 +167,26 @@ def model_spec(model: nn.Module, formats: Formats, name: str) -> ModelSpec:
         vocabulary_size=max((head.out_features for head in heads), default=0),
         max_length=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _kept_inside(
+    model: nn.Module, found: list[FoundLayer], homes: list[HomePlan], attentions: list[Attention | None]
+) -> dict[str, KeptInside]:
+    """By name of block, of those that are known. Rows shorter than every window are measured apart from longer ones."""
+    dtypes = {key: field.dtype for home in homes for key, field in home.parameters.items()}
+    max_length = getattr(text_config(model), "max_position_embeddings", None)
+    windows = {attention.window for attention in attentions if attention is not None and attention.window}
+    if not windows:
+        return kept_inside(model, found, dtypes, max_length=max_length)
+    shorter = min(windows) // 2
+    short = kept_inside(model, found, dtypes, max_length=shorter if max_length is None else min(shorter, max_length))
+    long = kept_inside(model, found, dtypes, window=max(windows), max_length=max_length)
+    blocks = [layer.name for layer in found if layer.kind == "block"]
+    kept = {**long, **short}
+    for name, attention in zip(blocks, attentions, strict=False):
+        if name in short and name in long and attention is not None and attention.window:
+            kept[name] = dataclasses.replace(short[name], long_rows=(attention.window, long[name]))
+    return kept
 
 
 def with_bf16_masters(spec: ModelSpec) -> ModelSpec:
