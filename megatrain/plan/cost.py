@@ -4,8 +4,8 @@ A layer's time is a sum: matrix products at the machine's rate, attention at its
 pass through device memory at its bandwidth, and a constant for launching its kernels. The bytes that pass are a
 multiple of the activations that a layer makes; the multiples were fitted to one decoder layer of Qwen2-7B, 16 x 1024
 tokens on an H200 (forward 581, forward and backward 538 TFLOPS eager; 715 and 626 compiled; 233 KB of activations a
-token eager, 159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md). How many they are is counted
-(`spec/kept.py`).
+token eager, 159 compiled), the constant to whole steps of 3B and 7B (docs/performance.md). How many they are eager is
+counted (`spec/kept.py`), and compiled is worked out from widths.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KEPT_PER_HIDDEN = 5.5
 """Numbers (of the compute dtype) that the backward of a layer keeps, a token, where they could not be counted: so many
 for each output of its matrix products, and for each element of the hidden state. Qwen2-7B: 238 KB in bf16, against 225
 counted and 233 measured."""
-COMPILED_ACTIVATIONS = 0.70
-"""Of what is kept not compiled."""
-PRODUCTS_PASSES = 0.58
+COMPILED_ACTIVATIONS = 0.68
+"""Of these numbers, of a compiled layer, which keeps none of the casts that others count."""
+PRODUCTS_PASSES = 0.55
 """Activations that pass through device memory in a backward that finds products alone and computes the rest again."""
 LAST_PRODUCT = 0.28
 """Of a forward's products, that of its last one, of which no backward needs the result. Both as measured: 629 TFLOPS
@@ -52,8 +52,8 @@ TRIED_TILES = 2
 TILE_TRAFFIC_BYTES = 12
 """A parameter and tile: its gradient written, read, and added to the sum in fp32."""
 
-FORWARD_PASSES = {False: 3.4, True: 0.42}
-BACKWARD_PASSES = {False: 10.2, True: 6.0}
+FORWARD_PASSES = {False: 3.4, True: 0.4}
+BACKWARD_PASSES = {False: 10.2, True: 5.7}
 """Activations that pass through device memory beside matrix products, in layers' activations; by `compile`."""
 
 FORWARD_LAUNCH_SECONDS = 0.3e-3
@@ -143,7 +143,8 @@ def visit_cost(
     if layer.attention is not None:
         pairs = workload.num_sequences * layer.attention.num_pairs(workload.length)
         attention = 2 * layer.attention.width * pairs / attention_rate(machine, spec, workload.length, rate)
-    passing = activation_bytes(spec, layer, workload.length, compiled=False) * tokens / machine.hbm_bytes_per_second
+    made = _bytes_by_width(spec, layer) if compiled else activation_bytes(spec, layer, workload.length, compiled=False)
+    passing = made * tokens / machine.hbm_bytes_per_second
     forward = products + attention + weights + FORWARD_PASSES[compiled] * passing
     backward = 2 * products + ATTENTION_BACKWARD * attention + 2 * weights + BACKWARD_PASSES[compiled] * passing
     if tile := tile_of(spec, layer, rows, workload.length):
@@ -231,11 +232,14 @@ def compute_bytes(spec: ModelSpec) -> int:
 
 def activation_bytes(spec: ModelSpec, layer: LayerSpec, length: int, *, compiled: bool) -> float:
     """Kept inside a layer for its backward, a token of rows of `length`."""
-    if layer.kept is None:
-        num_bytes = compute_bytes(spec) * (KEPT_PER_OUTPUT * layer.output_width + KEPT_PER_HIDDEN * spec.hidden_size)
-    else:
-        num_bytes = layer.kept.per_token(length)
-    return num_bytes * (COMPILED_ACTIVATIONS if compiled else 1.0)
+    if compiled:
+        return COMPILED_ACTIVATIONS * _bytes_by_width(spec, layer)
+    return _bytes_by_width(spec, layer) if layer.kept is None else layer.kept.per_token(length)
+
+
+def _bytes_by_width(spec: ModelSpec, layer: LayerSpec) -> float:
+    """Of a layer's activations, a token."""
+    return compute_bytes(spec) * (KEPT_PER_OUTPUT * layer.output_width + KEPT_PER_HIDDEN * spec.hidden_size)
 
 
 def kept_bytes(
