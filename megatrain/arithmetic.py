@@ -6,6 +6,7 @@ it is here. Memory can decide how many micro-batches are merged, so that is here
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.trainer_callback import TrainerState
 from megatrain.execute.attention import AttentionKernels, parse_kernels
 from megatrain.execute.templates import prefer_attention
 from megatrain.outline import attention_of
+from megatrain.save.checkpoints import has_manifest
 
 if TYPE_CHECKING:
     from megatrain.trainer_checkpoints import CheckpointingTrainer
@@ -30,6 +32,19 @@ EXACT_MOMENTS = "exact fp32"
 MERGED = "tokens up to which micro-batches are merged"
 BEFORE = {MERGED: 0}
 """What checkpoints meant that were written before these were told."""
+
+ARGUMENTS = {
+    "rounding": ("full_determinism", "use_liger_kernel", "liger_kernel_config"),
+    "training": (
+        *("lr_scheduler_kwargs", "neftune_noise_alpha", "optim_target_modules"),
+        *("train_sampling_strategy", "length_column_name", "dataloader_drop_last", "ignore_data_skip"),
+        *("accelerator_config", "remove_unused_columns", "label_names"),
+    ),
+    "kept": ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+}
+"""Of TrainingArguments, as they are. Others are put in words of their own below."""
+
+UNVOUCHED = " It has no manifest: nothing tells whether its files are whole, and all of one step."
 
 NEW_ORDER = "the rows of this epoch come in another order (train_sampling_strategy=group_by_length, as in transformers)"
 
@@ -53,6 +68,8 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
         "attn_implementation": attention_of(trainer.model),
         ATTENTION: str(engine.attention),
         "compile": config.compile,
+        "logits_in_pieces": config.logits_in_pieces,
+        "tile_tokens": config.tile_tokens,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -77,8 +94,11 @@ def arithmetic_of(trainer: CheckpointingTrainer, max_steps: int) -> Facts:
         "grad_dtype": formats.gradient_dtype_name,
         "clip": config.clip,
     }
-    kept = {"learning_rate": args.learning_rate, "weight_decay": args.weight_decay}
-    return {"rounding": rounding, "training": training, "kept": kept}
+    facts: Facts = {"rounding": rounding, "training": training, "kept": {}}
+    plain = json.loads(json.dumps(args.to_dict(), default=str))  # as a checkpoint gives it back
+    for kind, names in ARGUMENTS.items():
+        facts[kind] |= {name: plain[name] for name in names if name in plain}
+    return facts
 
 
 def go_on_with(trainer: CheckpointingTrainer, checkpoint: Path, saved: Mapping[str, Any] | None, max_steps: int) -> str:
@@ -100,7 +120,8 @@ def go_on_with(trainer: CheckpointingTrainer, checkpoint: Path, saved: Mapping[s
     # The sampler draws from the generator as it is, which from the second epoch on is not where the epoch began.
     epoch = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).epoch or 0.0
     draws_anew = trainer.args.train_sampling_strategy == "group_by_length" and epoch > 1 and epoch != int(epoch)
-    return said_of_resuming(name, saved, now, NEW_ORDER if draws_anew else "") + changed
+    unvouched = "" if saved is None or has_manifest(checkpoint) else UNVOUCHED
+    return said_of_resuming(name, saved, now, NEW_ORDER if draws_anew else "") + changed + unvouched
 
 
 def said_of_resuming(

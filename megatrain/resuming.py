@@ -33,7 +33,8 @@ def check_state(folder: Path) -> None:
 
 
 def check_random_state(folder: Path) -> None:
-    """Raises UserError for random numbers that cannot be gone on with. A folder without any is none of its cases."""
+    """Raises UserError for random numbers that cannot be gone on with. Checkpoints of other programs may have none, or
+    those of several processes."""
     path = folder / RANDOM_NAME
     if not path.is_file():
         return

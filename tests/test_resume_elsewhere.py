@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 import megatrain as mt
 from megatrain import cli
 from megatrain.base.config import StreamOptions
+from megatrain.base.errors import UserError
 from megatrain.save.checkpoints import MANIFEST_NAME
 
 PLACES = ["cpu", "hbm", "disk"]
@@ -74,6 +75,14 @@ SAME, ROUNDED, OTHER = "bit for bit as if it had never stopped", "equal within r
         ({}, {"seed": 7}, [OTHER, "seed was 42, is 7"]),
         ({}, {"warmup_steps": 2}, [OTHER, "warmup_steps was 1, is 2"]),
         ({"optimizer_compression": "4bit"}, {}, [OTHER, "moments was exact fp32, is 4bit"]),
+        ({"logits_in_pieces": True}, {}, [ROUNDED, "logits_in_pieces was None, is True"]),
+        ({"tile_tokens": 4}, {}, [ROUNDED, "tile_tokens was None, is 4"]),
+        ({}, {"lr_scheduler_kwargs": {"num_cycles": 3}}, [OTHER, "lr_scheduler_kwargs was"]),
+        ({}, {"neftune_noise_alpha": 5}, [OTHER, "neftune_noise_alpha was None, is 5"]),
+        ({}, {"train_sampling_strategy": "sequential"}, [OTHER, "train_sampling_strategy was random, is sequential"]),
+        ({}, {"dataloader_drop_last": True}, [OTHER, "dataloader_drop_last was False, is True"]),
+        ({}, {"adam_beta1": 0.5}, [SAME, "Not used, the checkpoint's goes on: adam_beta1 was 0.9, is 0.5."]),
+        ({}, {"logging_steps": 2, "eval_steps": 3, "report_to": []}, [SAME]),
     ],
     ids=str,
 )
@@ -92,6 +101,31 @@ def test_what_goes_on_is_told(
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     out = capsys.readouterr().out
     assert all(part in out for part in told), out
+
+
+def test_without_random_numbers_nothing_goes_on(stopped: Path, tmp_path: Path) -> None:
+    """Nor is it taken for a sound checkpoint, with a manifest or without."""
+    shutil.copytree(stopped, tmp_path / "run")
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    (checkpoint / "rng_state.pth").unlink()
+    (checkpoint / MANIFEST_NAME).unlink()
+    with pytest.raises(UserError, match=r"checkpoint-2 has no rng_state\.pth"):
+        make_trainer(tmp_path / "run").train(resume_from_checkpoint=str(checkpoint))
+    with pytest.raises(UserError, match=r"rng_state\.pth"):
+        make_trainer(tmp_path / "run").train(resume_from_checkpoint=True)
+
+
+def test_what_no_manifest_vouches_for_is_told(stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    (checkpoint / MANIFEST_NAME).unlink()
+    mt.init(device="cpu", precision="bf16")
+    trainer = make_trainer(tmp_path / "run")
+    trainer.add_callback(StopsAtOnce())
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert "It has no manifest: nothing tells whether its files are whole" in capsys.readouterr().out
 
 
 class StopsAtOnce(TrainerCallback):

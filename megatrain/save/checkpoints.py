@@ -95,9 +95,9 @@ def write_manifest(folder: Path, known: Mapping[str, Written] | None = None, *, 
 
 def missing_in(folder: Path) -> list[str]:
     """Files that going on from a checkpoint takes, besides weights, and that it lacks."""
-    needed = [STATE_NAME, SETTINGS_NAME, f"{OPTIMIZER_STEM}.safetensors", "scheduler.pt"]
+    needed = [STATE_NAME, SETTINGS_NAME, f"{OPTIMIZER_STEM}.safetensors", "scheduler.pt", "rng_state.pth"]
     if (folder / FOREIGN_OPTIMIZER_NAME).is_file():
-        needed[1:3] = []
+        needed = [STATE_NAME, "scheduler.pt"]
     elif (folder / f"{OPTIMIZER_STEM}.safetensors.index.json").is_file():
         del needed[2]
     return [name for name in needed if not (folder / name).is_file()]
