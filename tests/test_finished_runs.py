@@ -16,7 +16,7 @@ from saving_helpers import flip_a_bit
 from trainer_helpers import Recorder, arguments, assert_equal_weights, llama, rows, train, weights
 
 import megatrain as mt
-from megatrain.commands import record, run
+from megatrain.commands import model, record
 from megatrain.models import ResolvedModel, resolve_model
 from megatrain.run_log import LOG_NAME
 from megatrain.save.checkpoints import MANIFEST_NAME
@@ -75,7 +75,7 @@ def test_the_model_of_a_run_says_where_it_came_from_and_what_it_should_be(
     def resolved(*given: Any, **options: Any) -> ResolvedModel:
         return dataclasses.replace(resolve_model(*given, **options), note="from a package: coarse")
 
-    monkeypatch.setattr(run, "resolve_model", resolved)
+    monkeypatch.setattr(model, "resolve_model", resolved)
     out = tmp_path / "out"
     training = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     recipe = write_recipe(tmp_path, training=training, data={"eval_fraction": 0.0}, sample={"prompts": []})

@@ -37,6 +37,7 @@ def fake_checkpoint(folder: Path, step: int, *, lacks: str = "") -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     torch.save({}, checkpoint / "scheduler.pt")
+    torch.save({}, checkpoint / "rng_state.pth")
     (checkpoint / "optimizer.json").write_text('{"format": 1, "moments": "fp32", "groups": [], "steps": {}}')
     for name in {"model.safetensors", "optimizer.safetensors"} - {lacks}:
         save_file({}, checkpoint / name)

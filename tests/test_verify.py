@@ -39,7 +39,9 @@ def test_verify_tells_of_every_checkpoint(run: Path, capsys: pytest.CaptureFixtu
     assert "checkpoint-4 is damaged: rng_state.pth has changed since it was written" in told
 
 
-@pytest.mark.parametrize("lost", ["scheduler.pt", "optimizer.safetensors", "trainer_state.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "lost", ["scheduler.pt", "rng_state.pth", "optimizer.safetensors", "trainer_state.json", "model.safetensors"]
+)
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_checkpoint_that_its_manifest_does_not_miss_a_file_of_is_not_sound(
     run: Path, lost: str, is_told: bool, capsys: pytest.CaptureFixture
