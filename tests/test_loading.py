@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import megatrain as mt
-from megatrain.commands.run import _open_model
+from megatrain.commands.model import _open_named
 from megatrain.execute.engine import engine_of
 from megatrain.load.interception import loading_by
 from megatrain.loading import _Opening
@@ -305,13 +305,13 @@ def test_other_threads_load_as_ever(saved: Callable[..., Path]) -> None:
 def test_the_command_reads_safetensors_home_and_other_files_whole(
     saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, weights = _open_model(ResolvedModel(path=saved(), origin=""), "bfloat16", Console())
+    model, weights = _open_named(ResolvedModel(path=saved(), origin=""), "bfloat16", Console())
     assert weights is not None and model.device.type == "meta"
     assert "once before" not in capsys.readouterr().out
     plain = make_model("llama")
     plain.config.save_pretrained(tmp_path)
     torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
-    model, weights = _open_model(ResolvedModel(path=tmp_path, origin=""), "float32", Console(width=200))
+    model, weights = _open_named(ResolvedModel(path=tmp_path, origin=""), "float32", Console(width=200))
     assert weights is None
     assert_equal(plain.state_dict(), model.state_dict())
     assert "all weights are in memory once before they go home" in capsys.readouterr().out
