@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,11 +61,14 @@ class ReadLog(NamedTuple):
     """In the order of their steps' last making: what was done again replaces what it was before."""
     num_unreadable: int
     """Lines that are no entry: torn by a kill, or changed by somebody."""
+    given_up: list[Entry]
+    """Of steps from which no later process went on: their checkpoints may still be there."""
 
 
 def read_log(file: Path) -> ReadLog:
     """Raises OSError."""
     entries: list[Entry] = []
+    given_up: list[Entry] = []
     num_unreadable = 0
     for line in file.read_bytes().splitlines():
         if not line.strip():
@@ -75,9 +78,10 @@ def read_log(file: Path) -> ReadLog:
             num_unreadable += 1
             continue
         if entry["event"] == "begin":
-            entries = _before(entries, entry)
+            given_up += [one for one in entries if not _holds(one, entry)]
+            entries = [one for one in entries if _holds(one, entry)]
         entries.append(entry)
-    return ReadLog(entries, num_unreadable)
+    return ReadLog(entries, num_unreadable, given_up)
 
 
 def _entry(line: bytes) -> Entry | None:
@@ -147,9 +151,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 """Of what is computed with; the rest is shown as it is."""
 
 
-def _before(entries: Iterable[Entry], begin: Entry) -> list[Entry]:
-    """What still holds when a process begins: nothing where it begins anew; what came up to the checkpoint from which
-    it goes on, and that there were others."""
-    if not begin.get("is_resumed"):
-        return []
-    return [entry for entry in entries if entry["step"] <= begin["step"] or entry["event"] == "begin"]
+def _holds(entry: Entry, begin: Entry) -> bool:
+    """Whether it still does when a process begins: nothing where it begins anew; what came up to the checkpoint from
+    which it goes on, and that there were others."""
+    return bool(begin.get("is_resumed")) and (entry["step"] <= begin["step"] or entry["event"] == "begin")

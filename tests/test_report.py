@@ -147,7 +147,7 @@ def test_a_new_run_in_the_folder_of_another_has_none_of_its_steps(tmp_path: Path
 def test_what_follows_a_torn_line_begins_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / LOG_NAME).write_bytes(b'{"event": "log", "st')
     RunLog(tmp_path).add("log", 7, {"loss": math.nan})
-    ((entry,), num_unreadable) = read_log(tmp_path / LOG_NAME)
+    ((entry,), num_unreadable, _) = read_log(tmp_path / LOG_NAME)
     assert num_unreadable == 1 and entry["step"] == 7 and math.isnan(entry["loss"])
 
 
@@ -226,6 +226,40 @@ def test_a_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert cells[8:12] == ["host memory in use", "–", "1.0 GiB", "–"]
     assert "OSError: &lt;full&gt; &amp; over" in html
     assert "it still runs, or was killed" in html
+
+
+def test_a_run_stopped_between_two_logging_steps_is_where_it_stopped(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.add("begin", 360, {"is_resumed": True, "max_steps": 404})
+    log.add("checkpoint", 361, {"name": "checkpoint-361", "num_bytes": 1})
+    assert "Step 361 of 404; the log has no end" in page(read_run(tmp_path))
+    log.add("end", 362, {"is_complete": False})
+    assert "Step 362 of 404, stopped before its last step" in page(read_run(tmp_path))
+
+
+def test_every_checkpoint_of_the_folder_is_listed_with_what_is_known_of_it(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.add("begin", 0, {"is_resumed": False, "max_steps": 404})
+    for step in (320, 360, 380, 400):
+        log.add("checkpoint", step, {"name": f"checkpoint-{step}", "num_bytes": step << 30})
+    log.add("begin", 360, {"is_resumed": True, "max_steps": 404})
+    log.add("checkpoint", 361, {"name": "checkpoint-361", "num_bytes": 361 << 30})
+    log.add("end", 361, {"is_complete": False})
+    for step in (360, 361, 400, 500):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    html = page(read_run(tmp_path))
+    assert "<b>4</b><span>in the folder</span>" in html and "Step 361 of 404" in html
+    table = re.findall(r"<tr><td>(checkpoint-\d+)</td><td>(.*?)</td>.*?<td>([^<]*)</td></tr>", html)
+    assert table == [
+        ("checkpoint-320", "320.0 GiB", "gone (rotated or moved)"),
+        ("checkpoint-360", "360.0 GiB", "there"),
+        ("checkpoint-361", "361.0 GiB", "there"),
+        ("checkpoint-400", "400.0 GiB", "there, of steps that were given up"),
+        ("checkpoint-500", "–", "there, not in the log"),
+    ]
+    log.add("checkpoint", 400, {"name": "checkpoint-400", "num_bytes": 1 << 30})
+    html = page(read_run(tmp_path))
+    assert html.count("<td>checkpoint-400</td>") == 1 and "given up" not in html
 
 
 def test_what_is_no_run_is_refused(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class RunData:
     """Those of what still holds: a step that was done again is there once."""
     evals: Sequence[Entry] = ()
     checkpoints: Sequence[Entry] = ()
+    given_up: Sequence[Entry] = ()
+    """Checkpoints of steps that the run did not go on from."""
     outcome: Entry | None = None
     """What was predicted and measured; of the last process that says so."""
     said: Sequence[str] = ()
@@ -57,7 +59,10 @@ class RunData:
 
     @property
     def last_step(self) -> int:
-        return max((entry["step"] for entry in (*self.logs, *self.evals, *self.begins)), default=0)
+        """That is known to be done, be it between two logging steps."""
+        ends = [] if self.end is None else [self.end]
+        of = (*self.logs, *self.evals, *self.begins, *self.checkpoints, *ends)
+        return max((entry["step"] for entry in of), default=0)
 
     def points(self, of: Sequence[Entry], value: Callable[[Entry], Any]) -> Points:
         """(step, value) where there is one."""
@@ -125,13 +130,13 @@ def read_run(folder: Path) -> RunData:
 
 
 def _from_log(file: Path, notes: list[str]) -> dict[str, Any]:
-    entries, num_unreadable = read_log(file)
+    entries, num_unreadable, given_up = read_log(file)
     if num_unreadable:
         notes.append(f"{format_number(num_unreadable, 'line')} of {LOG_NAME} cannot be read and {_is(num_unreadable)}")
 
-    def of(event: str) -> list[Entry]:
+    def of(event: str, among: Sequence[Entry] = entries) -> list[Entry]:
         """The last of each step, by step."""
-        found = {entry["step"]: entry for entry in entries if entry["event"] == event}
+        found = {entry["step"]: entry for entry in among if entry["event"] == event}
         return [found[step] for step in sorted(found)]
 
     outcome = next((entry for entry in reversed(entries) if entry["event"] == "measured"), None)
@@ -145,6 +150,7 @@ def _from_log(file: Path, notes: list[str]) -> dict[str, Any]:
         "logs": of("log"),
         "evals": of("eval"),
         "checkpoints": of("checkpoint"),
+        "given_up": of("checkpoint", given_up),
         "outcome": outcome,
         "said": [str(entry.get("line", "")) for entry in entries if entry["event"] == "said"],
         "end": last if last is not None and last["event"] == "end" else None,

@@ -283,27 +283,45 @@ def _compared(predicted: float | None, measured: float | None, tell: object) -> 
 
 
 def _checkpoints(run: RunData) -> str:
-    if not run.checkpoints:
-        return _list([f"{name} (nothing more is known)" for name in run.saved])
-    rows = []
-    for entry in run.checkpoints:
-        name = str(entry.get("name", entry["step"]))
-        if "error" in entry:
-            rows.append((name, "failed", "–", "–", "–", str(entry["error"])))
-            continue
-        pause, expected = entry.get("pause_seconds"), entry.get("predicted_pause_seconds")
-        rows.append(
-            (
-                name,
-                format_bytes(entry.get("num_bytes") or 0),
-                format_step(entry.get("seconds") or 0.0),
-                format_step(pause or 0.0),
-                format_step(expected) if is_number(expected) else "–",
-                "there" if name in run.saved else "gone (rotated or moved)",
-            )
-        )
+    """What the log tells of, then what else is in the folder."""
+    told = {_name(entry) for entry in run.checkpoints}
+    left = [
+        entry
+        for entry in run.given_up
+        if _name(entry) in run.saved and _name(entry) not in told and "error" not in entry
+    ]
+    unknown = [name for name in run.saved if name not in told and name not in map(_name, left)]
+    if not run.checkpoints and not left:
+        return _list([f"{name} (nothing more is known)" for name in unknown])
+    rows = [
+        _checkpoint_row(entry, "there" if _name(entry) in run.saved else "gone (rotated or moved)")
+        for entry in run.checkpoints
+    ]
+    rows += [_checkpoint_row(entry, "there, of steps that were given up") for entry in left]
+    rows += [(name, *_UNKNOWN, "there, not in the log") for name in unknown]
     heads = ("checkpoint", "size", "written in", "training waited", "predicted wait", "in the folder")
     return _table(heads, rows)
+
+
+_UNKNOWN = ("–",) * 4
+
+
+def _name(entry: Entry) -> str:
+    return str(entry.get("name", entry["step"]))
+
+
+def _checkpoint_row(entry: Entry, place: str) -> Sequence[str]:
+    if "error" in entry:
+        return (_name(entry), "failed", *_UNKNOWN[1:], str(entry["error"]))
+    expected = entry.get("predicted_pause_seconds")
+    return (
+        _name(entry),
+        format_bytes(entry.get("num_bytes") or 0),
+        format_step(entry.get("seconds") or 0.0),
+        format_step(entry.get("pause_seconds") or 0.0),
+        format_step(expected) if is_number(expected) else "–",
+        place,
+    )
 
 
 _FAULTS = {
