@@ -103,7 +103,7 @@ def outline_model(
         collect_dropped()
         leaving.require()
     if disk is not None:
-        disk.require(disk_bytes(placement), f"training {type(model).__name__}")
+        disk.require(disk_bytes(placement), f"training {type(model).__name__}", memory.raisable_bytes())
     if config.moments == "lossless":
         memory.reserve(placement.part_bytes("moments", RAM))  # a moment maps its own memory
     merging = _merging(model, formats, placement, device_bytes, plan, reason)

@@ -40,6 +40,18 @@ def test_each_remedy_is_enough_alone() -> None:
     assert planned(hbm, ram, disk_gb) is not None
 
 
+def test_a_limit_is_to_be_raised_where_it_is_what_lacks() -> None:
+    text = refused(10, 100, max_ram_gb=10)
+    assert "more of host memory" not in text
+    limit = float(re.search(r"max_ram_gb=([\d.]+)", text)[1])
+    assert planned(10, 100, max_ram_gb=limit) is not None
+    assert planned(10, 100, max_ram_gb=limit - 1.01) is None, "it is rounded up to a GB"
+    text = refused(10, 12, max_ram_gb=10)
+    lacking, limit = map(float, re.search(r"([\d.]+) GB more of host memory with max_ram_gb=([\d.]+)", text).groups())
+    assert planned(10, 12 + lacking, max_ram_gb=limit) is not None
+    assert planned(10, 12 + lacking, max_ram_gb=10) is None and planned(10, 12, max_ram_gb=limit) is None
+
+
 def test_device_memory_that_is_short_is_named() -> None:
     text = refused(3, 60, Workload(num_sequences=1, length=65536))
     assert "device memory is 2.9 GB" in text and "more" in text

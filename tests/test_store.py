@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,10 +132,52 @@ def test_parameters_without_elements_or_dimensions(shapes: list[tuple[int, ...]]
 
 
 def test_too_much_is_refused_with_the_missing_bytes(tmp_path) -> None:
-    with pytest.raises(UserError, match="add 1.0 GiB.*offload_dir"):
-        HostMemory(max_bytes=2**30, pin=False).require(2**31, "training")
     with pytest.raises(UserError, match="free"):
         HostMemory(max_bytes=0, disk=DiskMemory([tmp_path]), pin=False).require(2**60, "training")
+
+
+GIB_4 = 4 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "needed_gib", "remedy"),
+    [
+        (None, 6, "4.0 GiB are free: add 2.0 GiB, or give offload_dir"),
+        (1, 3, "1.0 GiB are left within the limit max_ram_gb: raise max_ram_gb by 2.0 GiB, or give offload_dir"),
+        (1, 6, "limit max_ram_gb: add 2.0 GiB and raise max_ram_gb by 5.0 GiB, or give offload_dir"),
+    ],
+)
+def test_a_limit_of_memory_is_to_be_raised_where_there_is_one(
+    limit_gib: int | None, needed_gib: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.store.memory.free_host_bytes", lambda: GIB_4)
+    memory = HostMemory(max_bytes=None if limit_gib is None else limit_gib * 2**30, pin=False)
+    with pytest.raises(UserError, match=re.escape(remedy)):
+        memory.require(needed_gib * 2**30, "training")
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "needed_gib", "remedies"),
+    [
+        (None, 7, "make room there, or choose a folder on a larger disk"),
+        (1, 4, "make room there, choose a folder on a larger disk, or raise max_ram_gb by 2.0 GiB"),
+        (1, 7, "make room there, or choose a folder on a larger disk"),  # free memory is less than what lacks
+    ],
+)
+def test_a_disk_too_small_names_the_limit_of_memory_only_where_raising_it_is_enough(
+    limit_gib: int | None, needed_gib: int, remedies: str, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.store.memory.free_host_bytes", lambda: GIB_4)
+    free = {tmp_path / "small": 2**29, tmp_path / "large": 2**40}
+    for folder in free:
+        folder.mkdir()
+    monkeypatch.setattr(
+        "megatrain.store.disk_memory.psutil.disk_usage", lambda path: SimpleNamespace(free=free[Path(path)])
+    )
+    max_bytes = None if limit_gib is None else limit_gib * 2**30
+    memory = HostMemory(max_bytes=max_bytes, disk=DiskMemory(list(free)), pin=False)
+    with pytest.raises(UserError, match=f"small', which has 512.0 MiB free: {remedies}$"):
+        memory.require(needed_gib * 2**30, "training")
 
 
 def test_the_offload_folder_is_made_when_something_goes_there(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,16 @@ def _and_on_the_host(planner: Planner, device_bytes: int) -> str:
     if larger.fits():
         return ""
     disk = _disk_remedy(larger)
-    return f", and {_gb(_least_ram(larger) - planner.budgets.ram)} more of host memory{f' (or {disk})' if disk else ''}"
+    return f", and {_ram_remedy(planner, _least_ram(larger))}{f' (or {disk})' if disk else ''}"
+
+
+def _ram_remedy(planner: Planner, needed: int) -> str:
+    """A limit is raised where it is what lacks, memory added where the machine has too little."""
+    limit, has = planner.config.max_ram_bytes, planner.machine.ram_bytes
+    if limit is None or needed <= limit:
+        return f"{_gb(needed - planner.budgets.ram)} more of host memory"
+    raised = f"max_ram_gb={_gb(needed).removesuffix(' GB')}"
+    return raised if needed <= has else f"{_gb(needed - has)} more of host memory with {raised}"
 
 
 def _least_ram(planner: Planner) -> int:
@@ -196,7 +205,7 @@ def _host_refusal(planner: Planner) -> str:
     needed = _least_ram(planner)
     fewer = _fewer_sequences(planner)
     remedies = [
-        f"{_gb(needed - planner.budgets.ram)} more of host memory",
+        _ram_remedy(planner, needed),
         _format_remedy(planner, or_fewer_sequences=not fewer),
         _disk_remedy(planner) or ("" if fewer else _disk_and_fewer_sequences(planner)),
         _at_most(fewer, planner.workload) if fewer else "",

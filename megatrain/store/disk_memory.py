@@ -157,17 +157,27 @@ class DiskMemory:
             self._store.checks = self._checks
         return self._store
 
-    def require(self, num_bytes: int, what: str) -> None:
-        """Refuse `what` before any work when the folders have no room for `num_bytes` more. Raises UserError."""
+    def require(self, num_bytes: int, what: str, raisable_bytes: int = 0) -> None:
+        """Refuse `what` before any work when the folders have no room for `num_bytes` more. Raises UserError.
+
+        raisable_bytes: of host memory that a higher max_ram_gb would give.
+        """
         share_bytes = -(-num_bytes // len(self.folders))
-        for folder in self.folders:
-            free_bytes = psutil.disk_usage(str(existing_parent(folder))).free
-            if share_bytes > free_bytes:
-                raise UserError(
-                    f"{what} needs {format_bytes(share_bytes)} in offload_dir={str(folder)!r}, which has "
-                    f"{format_bytes(free_bytes)} free: make room there, choose a folder on a larger disk, or raise "
-                    "max_ram_gb"
-                )
+        free = {folder: psutil.disk_usage(str(existing_parent(folder))).free for folder in self.folders}
+        folder = min(free, key=lambda one: free[one])
+        missing_bytes = (share_bytes - free[folder]) * len(self.folders)
+        if missing_bytes <= 0:
+            return
+        remedies = "make room there, or choose a folder on a larger disk"
+        if missing_bytes <= raisable_bytes:
+            remedies = (
+                "make room there, choose a folder on a larger disk, or raise max_ram_gb by "
+                f"{format_bytes(missing_bytes)}"
+            )
+        raise UserError(
+            f"{what} needs {format_bytes(share_bytes)} in offload_dir={str(folder)!r}, which has "
+            f"{format_bytes(free[folder])} free: {remedies}"
+        )
 
 
 def _check_writable(folder: Path) -> None:

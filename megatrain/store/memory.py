@@ -110,13 +110,20 @@ class HostMemory:
         if missing_bytes <= 0:
             return
         if self.disk is not None:
-            self.disk.require(missing_bytes, what)
+            self.disk.require(missing_bytes, what, self.raisable_bytes())
             return
         left = "are free" if self.max_bytes is None else "are left within the limit max_ram_gb"
         raise UserError(
             f"{what} needs {format_bytes(num_bytes)} of host memory and {format_bytes(self.free_bytes())} {left}: "
-            f"add {format_bytes(missing_bytes)}, raise max_ram_gb, or give offload_dir a folder with as much space"
+            f"{self._remedy(missing_bytes)}, or give offload_dir a folder with as much space"
         )
+
+    def _remedy(self, missing_bytes: int) -> str:
+        """A limit is raised where there is one, memory added where the machine has too little."""
+        lacking_bytes = missing_bytes - self.raisable_bytes()
+        add = [f"add {format_bytes(lacking_bytes)}"] if lacking_bytes > 0 else []
+        limit = [] if self.max_bytes is None else [f"raise max_ram_gb by {format_bytes(missing_bytes)}"]
+        return " and ".join(add + limit)
 
     def reserve(self, num_bytes: int) -> None:
         """Keep room for what is not allocated here."""
@@ -126,6 +133,13 @@ class HostMemory:
         """What may still be taken from memory."""
         if self.max_bytes is not None:
             return max(0, self.max_bytes - self.ram_bytes - self._reserved_bytes)
+        return self._machine_bytes()
+
+    def raisable_bytes(self) -> int:
+        """What the machine has free beyond the limit; 0 without one."""
+        return 0 if self.max_bytes is None else max(0, self._machine_bytes() - self.free_bytes())
+
+    def _machine_bytes(self) -> int:
         promised_bytes = sum(tensor.numel() for tensor, _ in self._unlocked.values())
         return max(0, free_host_bytes() - self._reserved_bytes - promised_bytes)
 
