@@ -90,7 +90,10 @@ class CheckpointingTrainer(transformers.Trainer):
         Raises UserError that names the damaged files of the one that is given, or of the last where all are damaged.
         """
         if given is True and (known := checkpoints_in(Path(self.args.output_dir))):
-            given = str(newest_sound(known, "resume_from_checkpoint=True"))
+            start = newest_sound(known, "resume_from_checkpoint=True")
+            if start.passed_by:
+                logger.warning("%s: resuming from %s", start.passed_by, start.folder.name)
+            given = str(start.folder)
         elif isinstance(given, str) and os.path.isdir(given):
             check_sound(Path(given), "resume_from_checkpoint")
         return given

@@ -81,7 +81,7 @@ def test_the_newest_sound_checkpoint_is_resumed_from(run: Path, caplog: pytest.L
     trainer.train(resume_from_checkpoint=True)
     assert "checkpoint-6 cannot be resumed from (model.safetensors has changed since it was written)" in caplog.text
     told = "checkpoint-4 cannot be resumed from (it has no optimizer.safetensors): resuming from checkpoint-2"
-    assert told in caplog.text
+    assert told in caplog.text and caplog.text.count("resuming from") == 1
     whole, _ = train(mt.Trainer, run / "again")
     assert_equal_weights(weights(trainer.model), weights(whole.model))
 

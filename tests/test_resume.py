@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 import torch
 from command_helpers import command, files_below, signalled, write_recipe
 from safetensors.torch import save_file
+from saving_helpers import flip_a_bit
 from transformers import TrainingArguments
 
 import megatrain as mt
+from megatrain import cli
 from megatrain.base.errors import UserError
 from megatrain.commands.resume import RECORD_NAME, checkpoints_in, find_checkpoint, how_to_go_on, when_saved
 
@@ -50,8 +53,8 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-200").write_text("a file")
     assert [path.name for path in checkpoints_in(tmp_path)] == ["checkpoint-4", "checkpoint-20", "checkpoint-100"]
-    assert find_checkpoint(True, tmp_path) == tmp_path / "checkpoint-100"
-    assert find_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path) == tmp_path / "checkpoint-4"
+    assert find_checkpoint(True, tmp_path) == (tmp_path / "checkpoint-100", {})
+    assert find_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path) == (tmp_path / "checkpoint-4", {})
     assert find_checkpoint(None, tmp_path) is None and find_checkpoint(False, tmp_path) is None
 
 
@@ -143,6 +146,40 @@ def test_ctrl_c_prints_a_command_that_goes_on(tmp_path: Path, capsys: pytest.Cap
     assert code == 0 and f"step {step} of {step + 1}\n" in out
 
 
+def test_resume_tells_of_damaged_checkpoints_below_its_header_and_shows_what_was_typed(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, training={**SAVING, "logging_steps": 1, "max_steps": 8}, sample={"prompts": []})
+    more = ["training.save_total_limit=5", "output.save_model=false"]
+    assert cli.run_command(["train", str(recipe), *more]) == 0
+    out = tmp_path / "out"
+    for step in (6, 8):
+        flip_a_bit(out / f"checkpoint-{step}" / "model.safetensors")
+    longer = ["training.max_steps=1000000", "training.save_strategy=no"]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "megatrain.cli", "resume", "out", *longer],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        while not lines or not lines[-1].startswith("step 5/"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended"
+        os.kill(process.pid, signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    printed = "".join(lines) + rest
+    lines = printed.splitlines()
+    assert lines[0].startswith("megatrain resume out ─") and lines[1] == f"set         {' '.join(longer)}"
+    damage = "cannot be resumed from (model.safetensors has changed since it was written)"
+    assert lines[2] == f"warning: {out}/checkpoint-8 {damage}; {out}/checkpoint-6 {damage}"
+    assert [line for line in lines if line.startswith("resume ")] == [
+        f"resume      {out}/checkpoint-4, step 4 of 1000000"
+    ]
+    assert "resuming from" not in printed and "cannot be resumed" not in errors
+    assert printed.count(f"go on with: megatrain resume {out}") == 1
+
+
 SAVES = "saves one every 5 steps"
 
 
@@ -171,6 +208,16 @@ def test_what_an_interrupt_tells_depends_on_what_the_run_left(tmp_path: Path) ->
     os.utime(out / RECORD_NAME, (200, 200))
     told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, old, 100.0, SAVES)
     assert told.endswith(f"go on with: megatrain resume {out}")
+    damaged = fake_checkpoint(out, 9)
+    os.utime(damaged, (1, 1))
+    told = how_to_go_on(recipe, [], out, old, 100.0, SAVES, {damaged: "cut short"})
+    assert told.endswith(f"go on with: megatrain resume {out}"), "it passes by what is damaged"
+    told = how_to_go_on(recipe, [], out, old, 100.0, SAVES)
+    assert told.endswith(f"go on with: megatrain train r.yaml {KEY}={old}"), "the later one is of a branch given up"
+    os.utime(damaged, (200, 200))
+    told = how_to_go_on(recipe, [], out, old, 100.0, SAVES, {damaged: "cut short"})
+    assert f"the last checkpoint is {damaged}; go on with: megatrain resume" in told, "it was written anew"
+    shutil.rmtree(damaged)
     new = fake_checkpoint(out, 4)
     os.utime(new, (200, 200))
     told = how_to_go_on(recipe, [sampling, f"{KEY}={old}"], out, None, 100.0, SAVES)

@@ -12,6 +12,7 @@ from megatrain.base.paths import looking_at
 from megatrain.commands.resume import KEY, checkpoints_in, find_checkpoint, step_of
 from megatrain.data.files import as_sources, check_sources
 from megatrain.recipe import Recipe
+from megatrain.save.checkpoints import Start
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -20,17 +21,17 @@ METRICS = ("loss", "eval_loss")
 """What an evaluation measures: a recipe has no compute_metrics."""
 
 
-def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> Path | None:
-    """Everything that can be refused without the model. Returns the checkpoint to go on from, None for a new run.
+def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> Start | None:
+    """Everything that can be refused without the model. Returns from what the run goes on, None for a new run.
 
     Raises UserError.
     """
     check_arguments(arguments)
     recipe.optimizer.choice(arguments)
     _check_evaluation(recipe, arguments)
-    checkpoint = find_checkpoint(arguments.resume_from_checkpoint, recipe.output_dir)
-    if checkpoint is not None:
-        step_of(checkpoint)
+    start = find_checkpoint(arguments.resume_from_checkpoint, recipe.output_dir)
+    if start is not None:
+        step_of(start.folder)
     for key, path in (("data.path", recipe.data.path), ("data.eval_path", recipe.data.eval_path)):
         if path is not None:
             check_sources(as_sources(path), key)
@@ -38,9 +39,9 @@ def check_before_work(recipe: Recipe, arguments: TrainingArguments) -> Path | No
     with looking_at("output.dir"):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.dir: {folder} is a file; give a folder")
-        if checkpoint is None and not recipe.output.overwrite:
+        if start is None and not recipe.output.overwrite:
             _refuse_earlier_run(folder)
-    return checkpoint
+    return start
 
 
 def _check_evaluation(recipe: Recipe, arguments: TrainingArguments) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.errors import UserError
 from megatrain.base.paths import check_folder, looking_at, user_path
 from megatrain.base.units import format_number
-from megatrain.save.checkpoints import STATE_NAME, check_sound, checkpoints_in, missing_in, newest_sound
+from megatrain.save.checkpoints import STATE_NAME, Start, check_sound, checkpoints_in, missing_in, newest_sound
 from megatrain.save.folder import WEIGHT_NAMES
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ RECORD_NAME = "megatrain_run.json"
 """In the output folder: what a run was started with (megatrain/commands/record.py)."""
 
 
-def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
-    """The checkpoint to go on from; None for a new run.
+def find_checkpoint(given: str | bool | None, output_dir: Path) -> Start | None:
+    """The checkpoint to go on from, and those that were passed by; None for a new run.
 
     Args:
         given: the value of training.resume_from_checkpoint; true means the last one in `output_dir` that is sound.
@@ -41,7 +41,7 @@ def find_checkpoint(given: str | bool | None, output_dir: Path) -> Path | None:
         return _existing(given, known, output_dir)
 
 
-def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
+def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Start:
     """The checkpoint that `given` means, `known` being those in `output_dir`."""
     if given is True:
         if not known:
@@ -49,10 +49,11 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
                 f"{KEY}: there is no checkpoint in output.dir ({output_dir}); leave it out to start anew, or give "
                 "the folder of a checkpoint"
             )
-        folder = newest_sound(known, KEY)
+        start = newest_sound(known, KEY)
     else:
-        folder = user_path(given, KEY)
-        check_folder(folder, KEY, _remedy(known, output_dir))
+        start = Start(user_path(given, KEY))
+        check_folder(start.folder, KEY, _remedy(known, output_dir))
+    folder = start.folder
     missing = missing_in(folder)
     if not any((folder / name).is_file() for name in WEIGHT_NAMES):
         missing.append(WEIGHT_NAMES[0])
@@ -65,7 +66,7 @@ def _existing(given: str | bool, known: list[Path], output_dir: Path) -> Path:
         )
     if given is not True:
         check_sound(folder, KEY)
-    return folder
+    return start
 
 
 def former_checkpoints(given: str | bool | None, start: Path | None, output_dir: Path) -> list[Path]:
@@ -89,7 +90,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def how_to_go_on(
-    recipe_file: Path, overrides: Sequence[str], output_dir: Path, start: Path | None, since: float, saves: str
+    recipe_file: Path,
+    overrides: Sequence[str],
+    output_dir: Path,
+    start: Path | None,
+    since: float,
+    saves: str,
+    passed_by: Container[Path] = (),
 ) -> str:
     """What to tell after an interrupt: the last checkpoint of this run and the command that goes on from it.
 
@@ -97,6 +104,7 @@ def how_to_go_on(
         start: the checkpoint that this run started from, if any.
         since: when this run started, in seconds of the epoch; what is older is of an earlier run.
         saves: when this run saves checkpoints, in words (`when_saved`).
+        passed_by: checkpoints that cannot be resumed from, unless this run has written them anew.
     """
     config = output_dir / "config.json"
     if config.is_file() and config.stat().st_mtime >= since:
@@ -105,7 +113,8 @@ def how_to_go_on(
     own = [path for path in known if path.stat().st_mtime >= since] or ([start] if start else [])
     if not own:
         return f"interrupted before its first checkpoint; this run {saves}"
-    value = "true" if own[-1] == next(reversed(known), None) else str(own[-1])
+    usable = [path for path in known if path not in passed_by or path in own]
+    value = "true" if own[-1] == next(reversed(usable), None) else str(own[-1])
     command = _command(recipe_file, overrides, value)
     record = output_dir / RECORD_NAME
     if value == "true" and record.is_file() and record.stat().st_mtime >= since:  # it is of this run

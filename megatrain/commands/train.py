@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain.base.errors import InterruptedRunError, StoppedRunError, UserError
 from megatrain.base.paths import looking_at
@@ -31,12 +31,25 @@ if TYPE_CHECKING:
     from megatrain.commands.run import CountingTrainer
 
 
+class Typed(NamedTuple):
+    """The command as the user gave it."""
+
+    verb: str
+    what: str
+    settings: Sequence[str]
+
+
 def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> None:
     """Runs a recipe, or rehearses it.
 
     Ctrl-C and SIGTERM end it behind a checkpoint. Raises UserError, before any work, for a recipe that cannot run;
     InterruptedRunError after Ctrl-C where nothing trains yet, or a second one.
     """
+    typed = Typed("train", f"{recipe_file} --dry-run" if dry_run else str(recipe_file), overrides)
+    _start(recipe_file, overrides, typed, dry_run=dry_run)
+
+
+def _start(recipe_file: Path, overrides: Sequence[str], typed: Typed, *, dry_run: bool = False) -> None:
     recipe = load_recipe(recipe_file, overrides)
     with contextlib.ExitStack() as stack:
         with looking_at("output.dir"):
@@ -44,21 +57,28 @@ def train(recipe_file: Path, overrides: Sequence[str] = (), *, dry_run: bool = F
         if is_there and not dry_run:
             # Before anything is looked for in it.
             stack.enter_context(holding_output_folder(recipe.output_dir, "output.dir"))
-        _train(recipe, recipe_file, overrides, stack, dry_run=dry_run)
+        _train(recipe, recipe_file, overrides, typed, stack, dry_run=dry_run)
 
 
 def _train(
-    recipe: Recipe, recipe_file: Path, overrides: Sequence[str], held: contextlib.ExitStack, *, dry_run: bool
+    recipe: Recipe,
+    recipe_file: Path,
+    overrides: Sequence[str],
+    typed: Typed,
+    held: contextlib.ExitStack,
+    *,
+    dry_run: bool,
 ) -> None:
     """held: what is held until the run is over."""
     from megatrain.commands.check import check_before_work  # torch and transformers: only once the recipe is right
 
     arguments = recipe.training_arguments()
-    checkpoint = check_before_work(recipe, arguments)
+    found = check_before_work(recipe, arguments)
+    checkpoint = None if found is None else found.folder
     console = make_console()
-    console.rule(f"[bold]megatrain train[/] {recipe_file}" + (" --dry-run" if dry_run else ""), align="left")
-    if overrides:
-        print_fact(console, "set", " ".join(overrides))
+    _print_header(console, typed)
+    if found is not None and found.passed_by:
+        print_warning(console, found.passed_by)
     if dry_run:
         from megatrain.commands.dry_run import rehearse
 
@@ -70,10 +90,20 @@ def _train(
     try:
         _run(recipe, arguments, console, checkpoint, overrides, held)
     except (StoppedRunError, KeyboardInterrupt) as end:
-        told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start, when_saved(arguments))
+        passed_by = () if found is None else found.damage
+        saves = when_saved(arguments)
+        told = how_to_go_on(recipe_file, overrides, recipe.output_dir, checkpoint, start, saves, passed_by)
         if isinstance(end, KeyboardInterrupt):
             raise InterruptedRunError(told) from None
         print_fact(console, "stopped", told)
+
+
+def _print_header(console: Console, typed: Typed) -> None:
+    from rich.markup import escape
+
+    console.rule(f"[bold]megatrain {typed.verb}[/] {escape(typed.what)}", align="left")
+    if typed.settings:
+        print_fact(console, "set", " ".join(typed.settings))
 
 
 def resume(output_dir: Path, overrides: Sequence[str] = ()) -> None:
@@ -97,7 +127,7 @@ def resume(output_dir: Path, overrides: Sequence[str] = ()) -> None:
         return
     if run.folder.is_dir():
         os.chdir(run.folder)
-    train(run.recipe_file, [*run.overrides, *overrides])
+    _start(run.recipe_file, [*run.overrides, *overrides], Typed("resume", str(output_dir), overrides))
 
 
 def _print_finished(console: Console, num_steps: int, output_dir: Path) -> None:

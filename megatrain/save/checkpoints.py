@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -19,12 +18,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatrain.base.errors import UserError
 from megatrain.base.units import MIB, format_number
 from megatrain.save.folder import ENTRY_NAMES, MANIFEST_NAME
-
-logger = logging.getLogger("megatrain")
 
 CARD_NAME = "README.md"
 """For people, who may change it: no manifest holds it."""
@@ -60,6 +58,20 @@ class Written:
     num_bytes: int
     checksum: str
     """Hexadecimal: the SHA-256 of its only piece, or of the SHA-256 of all pieces, one behind the other."""
+
+
+class Start(NamedTuple):
+    """Of a run that goes on."""
+
+    folder: Path
+    """The checkpoint that it goes on from."""
+    damage: Mapping[Path, str] = {}
+    """What is wrong with the later ones that were passed by."""
+
+    @property
+    def passed_by(self) -> str:
+        """In words; empty where there are none."""
+        return "; ".join(f"{folder} cannot be resumed from ({its})" for folder, its in self.damage.items())
 
 
 _sound: set[tuple] = set()
@@ -147,9 +159,8 @@ def check_sound(folder: Path, what: str) -> None:
         raise UserError(f"{what}: {folder} is damaged: {_listed(damage)}; choose another checkpoint{meant}")
 
 
-def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
+def newest_sound(checkpoints: Sequence[Path], what: str) -> Start:
     """The last of `checkpoints` (one or more) from which training can go on: it has all that takes, and is not damaged.
-    Those that were passed by are told in a warning.
 
     Raises UserError where there is none.
     """
@@ -157,9 +168,7 @@ def newest_sound(checkpoints: Sequence[Path], what: str) -> Path:
     for folder in reversed(checkpoints):
         damage = [f"it has no {name}" for name in missing_in(folder)] or damage_of(folder)
         if not damage:
-            for other, its in told.items():
-                logger.warning("%s cannot be resumed from (%s): resuming from %s", other, its, folder.name)
-            return folder
+            return Start(folder, told)
         told[folder] = _listed(damage)
     first = next(iter(told))
     others = f"; nor can {format_number(len(told) - 1, 'other')}" if len(told) > 1 else ""
