@@ -142,6 +142,43 @@ def test_a_micro_batch_without_targets(way: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("chosen", "is_told"),
+    [((-100,), False), ((3,), True), ((3, -100), True), ((3, 5, -100), False), ((5, -100), False)],
+)
+def test_targets_of_weight_zero(chosen: tuple[int, ...], is_told: bool, smoothing: float, way: str) -> None:
+    """Where none of them weighs anything their mean is not a number, and neither is its gradient: the step can be seen
+    to have failed. Where all are ignored the gradient is zero.
+    """
+    weight = torch.ones(VOCAB)
+    weight[3] = 0
+    plain, model = stream(Scored(lambda *of: rows_of(*of, weight=weight, label_smoothing=smoothing)))
+    many = batches(1)
+    labels = many[0]["labels"]
+    many[0]["labels"] = torch.tensor(chosen).repeat(labels.numel())[: labels.numel()].view_as(labels)
+    expected, losses = run(plain, many), step(model, way, many)
+    torch.testing.assert_close(losses, expected, equal_nan=True)
+    right = gradients(plain)
+    assert right["head.weight"].isnan().all() == is_told
+    torch.testing.assert_close(gradients(model), right, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ignored_targets_among_those_of_weight_zero_have_no_gradient(way: str) -> None:
+    """Rows of their own, which no other row reads."""
+    weight = torch.ones(VOCAB)
+    weight[3] = 0
+    plain, model = stream(Scored(lambda *of: rows_of(*of, weight=weight)))
+    batch = {"input_ids": torch.tensor([[1] * 7, [2] * 7]), "labels": torch.tensor([[3] * 7, [-100] * 7])}
+    run(plain, [batch])
+    step(model, way, [batch])
+    right = gradients(plain)
+    assert right["embed.weight"][1].isnan().all() and not right["embed.weight"][2].any()
+    torch.testing.assert_close(gradients(model), right, equal_nan=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("frozen", ["head", "all but the head", "head.bias"])
 def test_frozen_parts(frozen: str, way: str) -> None:
     built = Scored(rows_of)

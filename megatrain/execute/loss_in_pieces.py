@@ -120,14 +120,17 @@ class LossInPieces(Call):
         kept, (grad,) = self.kept, grads
         if wants_weights:
             self.kept = None
-        divisor = self._divisor(tensors)
+        is_target = tensors[1] != self._rule.ignored
         # Where every target is ignored the loss is not a number, and its gradient zero.
-        scale = grad.to(divisor.dtype) / divisor.where(divisor != 0, 1)
+        divisor = self._divisor(tensors).where(is_target.any(), 1)
+        scale = grad.to(divisor.dtype) / divisor
         if kept is None:
             with self.context.restored(), without_saved_tensor_hooks(), self.engine.in_model(self.layer):
                 _, found = self._gradients(params, tensors, fields, scale)
         else:
             found = kept.scaled(scale, fields, in_place=wants_weights)
+            if found.of_hidden is not None:
+                found.of_hidden.masked_fill_(~is_target[:, None], 0)  # 0 times what is not a number would be none
         return [found.of_hidden, *[None] * (len(tensors) - 1)], list(found.of_fields.items())
 
     def _losses(self, params: Views) -> list[torch.Tensor]:
@@ -190,11 +193,14 @@ class LossInPieces(Call):
         return tokens_at_once(self._fields[0].shape[0], compiled=False)
 
     def _divisor(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the sum of the losses is divided by, a scalar."""
+        """What the sum of the losses is divided by, a scalar: what the targets weigh, or not a number where that is 0.
+        With smoothing the sum may be more than 0 there, and its quotient infinite; PyTorch's mean is not."""
         _, targets, *weights = tensors
         if self._rule.reduction != "mean":
             return torch.ones((), device=targets.device)
         is_target = targets != self._rule.ignored
-        if not weights:
-            return is_target.sum().float()
-        return weights[0].float()[targets.where(is_target, 0)].where(is_target, 0).sum()
+        if weights:
+            total = weights[0].float()[targets.where(is_target, 0)].where(is_target, 0).sum()
+        else:
+            total = is_target.sum().float()
+        return total.where(total != 0, torch.nan)
