@@ -10,12 +10,14 @@ import torch
 from command_helpers import command, files_below, write_chats
 from comparing import assert_equal, closed_later
 from data_helpers import CHATML, tiny_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import megatrain as mt
 from megatrain.base.errors import UserError
 from megatrain.base.units import format_count
+from megatrain.commands.trial import check_runs
 from megatrain.models import resolve_tokenizer
+from megatrain.planning import read_config
 from megatrain.recipe import load_recipe
 
 SIZES = {
@@ -118,7 +120,16 @@ def test_keys_of_a_shape_are_none_of_a_model_with_a_name(recipe: Path, key: str)
         ("model.config.hiden_size=3", ["model.shape: the config of llama-3-8b has no hiden_size", "hidden_size"]),
         ("model.config.model_type=gpt2", ["model.shape: the config of llama-3-8b has no model_type"]),
         ("model.config.num_attention_heads=x", ["model.shape: transformers refuses llama-3-8b", "expected int"]),
-        ("model.config.num_hidden_layers=0", ["no repeated blocks"]),
+        (
+            "model.config.num_hidden_layers=0",
+            ["model.config: the shape llama-3-8b", "no repeated blocks", "at least 1"],
+        ),
+        ("model.config.num_hidden_layers=-1", ["model.config: the shape llama-3-8b", "no repeated blocks"]),
+        ("model.config.hidden_act=nonsense", ["model.config: the shape llama-3-8b", "KeyError: 'nonsense'"]),
+        ("model.config.rope_parameters={rope_type: nonsense}", ["model.config: the shape", "KeyError: 'nonsense'"]),
+        ("model.config.num_key_value_heads=3", ["model.config: the shape llama-3-8b", "(4)", "(3)"]),
+        ("model.config.attention_dropout=2.0", ["model.config: the shape llama-3-8b", "dropout probability", "got 2"]),
+        ("model.config.return_dict=false", ["model.config: the shape llama-3-8b", "AttributeError", "last_hidden"]),
         ("model.tokenizer=no/such/place", ["model.tokenizer: no/such/place does not exist"]),
         ("model.config.vocab_size=99", ["ids up to", "the shape llama-3-8b a vocabulary of 99;", "config.vocab_size="]),
         ("data.sequence_length=8193", ["data.sequence_length is 8193", "8192 positions"]),
@@ -133,6 +144,27 @@ def test_a_shape_that_cannot_work_is_refused_before_work(
     assert code == 2 and all(words in err for words in told), err
     assert "reading the data" not in out
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("told", ["of every config", "for want of numbers"])
+def test_what_fails_without_the_changes_too_or_lacks_numbers_is_not_refused(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    """A forward that cannot run on the meta device says nothing about the changes."""
+    model = load_recipe(recipe).model
+    forward, tried = LlamaForCausalLM.forward, []
+
+    def fails(self: LlamaForCausalLM, *args: Any, **keywords: Any) -> Any:
+        tried.append(self.config.hidden_size)
+        if told == "of every config":
+            raise ValueError(told)
+        if self.config.hidden_size == SIZES["hidden_size"]:
+            self.lm_head.weight.sum().item()
+        return forward(self, *args, **keywords)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+    check_runs(model, read_config(model.shape, model.config), 64)
+    assert tried == ([32, 4096] if told == "of every config" else [32])
 
 
 def test_the_last_id_of_the_tokenizer_is_the_last_of_the_least_vocabulary(

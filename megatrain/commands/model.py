@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatrain import api
 from megatrain.base.errors import UserError
 from megatrain.commands.console import print_step
+from megatrain.commands.trial import check_runs
 from megatrain.data.build import check_positions
 from megatrain.execute.model import Initialize
 from megatrain.loading import open_config, open_pretrained
@@ -59,9 +60,10 @@ def find_model(model: ModelConfig, console: Console) -> FoundModel:
 
 
 def check_fits(found: FoundModel, recipe: Recipe, *, bf16: bool) -> None:
-    """Refuse rows longer than the model has positions, and a model that does not fit in memory, before the data is read
-    and its weights are loaded."""
+    """Refuse rows longer than the model has positions, a shape that its changes have broken, and a model that does not
+    fit in memory, before the data is read and its weights are loaded."""
     check_positions(found.config.get_text_config(), recipe.data.sequence_length)
+    check_runs(recipe.model, found.config, recipe.data.sequence_length)
     dtype = {} if recipe.model.dtype == "auto" else {"dtype": recipe.model.dtype}
     try:
         with init_empty_weights(include_buffers=False):
