@@ -96,7 +96,10 @@ def test_every_setting_reaches_the_plan(capsys: pytest.CaptureFixture[str], fold
     assert changed["memory"]["peak"]["hbm"] <= 4e9 and changed["memory"]["peak"]["ram"] <= 6e9
     fp32 = data(capsys, folder, *options, "--precision", "fp32")
     assert fp32["time"]["step_seconds"] > exact["time"]["step_seconds"]
-    assert data(capsys, folder, *options, "--compile")["time"]["step_seconds"] < exact["time"]["step_seconds"]
+    # Of so few tokens the host binds, which compiled code does not change.
+    many = ("--machine", "h200-128gb", "--tokens", "262144", "--seq", "256")
+    seconds = [data(capsys, folder, *many, *more)["time"]["step_seconds"] for more in ((), ("--compile",))]
+    assert seconds[1] < seconds[0]
 
 
 def test_what_if_changes_one_thing_at_a_time(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
