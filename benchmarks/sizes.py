@@ -22,7 +22,9 @@ Line = dict[str, Any]
 
 
 def read(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Those with figures: a row that has none says why not."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in lines if line["figures"]]
 
 
 def print_table(lines: list[Line]) -> None:
@@ -35,22 +37,18 @@ def print_table(lines: list[Line]) -> None:
 
 
 def _cells(line: Line) -> list[str]:
-    figures, least, most = line["figures"], *_range(line["figures"]["step_seconds"])
-    predicted = figures["predicted"] or {}
+    figures, seconds = line["figures"], line["figures"]["step_seconds"]
+    predicted = figures.get("predicted") or {}
     expected = f" ({predicted['step_seconds']:.3g})" if predicted else ""
     return [
         f"`{line['name']}`",
-        f"{figures['median_seconds']:.3g} ({least:.3g}-{most:.3g}){expected}",
+        f"{figures['median_seconds']:.3g} ({min(seconds):.3g}-{max(seconds):.3g}){expected}",
         f"{figures['tflops_published']:.0f}",
         f"{figures['tflops_counted']:.0f}",
         _gib(figures["peak_device_bytes"], predicted.get("device_bytes")),
         _gib(figures["peak_host_bytes"], predicted.get("host_bytes")),
         line.get("commit", ""),
     ]
-
-
-def _range(seconds: list[float]) -> tuple[float, float]:
-    return min(seconds), max(seconds)
 
 
 def _gib(num_bytes: float, expected: float | None) -> str:

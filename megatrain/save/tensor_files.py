@@ -48,7 +48,7 @@ _DTYPE_NAMES = {
 }
 _MOST_THREADS = 8
 """Each takes the check sum of a block (1.4 GB/s, measured) and then writes it: with four of them a disk of 2 GB/s waits
-for a third of the time."""
+for a third of the time (estimated)."""
 DISK_CALLS = DiskCalls()
 
 

@@ -2,8 +2,8 @@
 
 Two sections: `wire` (what crosses the link, in the compute dtype, page-locked) and `low` (the low halves of split
 masters). Moments belong to the optimizer and gradients to `HomeGradients`; both lie apart. Each has a tier of its own.
-Rule: whoever reads or writes weights waits for `updated` first; whoever writes, for
-`captured` (moments too) and `copied`.
+Rule: whoever reads or writes weights waits for `updated` first; whoever writes them waits for `copied` too, and
+whoever writes them or moments for `captured`.
 """
 
 from __future__ import annotations
